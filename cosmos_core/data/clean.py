@@ -289,10 +289,9 @@ class BenchmarkIndex:
         if it repeats no text. In the match, `similarity` is the fraction of the benchmark's words that are in common
         n-grams, and `text` is the longest common passage."""
         words_by_turn = [remove_operators(words) for words in words_by_turn] if self._benchmark_texts else []
-        word_hashes_by_turn = [*map(hash_words, words_by_turn)]
         ngram_hashes = [
             hash_ngrams(word_hashes, ngram_size)
-            for word_hashes in word_hashes_by_turn
+            for word_hashes in map(hash_words, words_by_turn)
             for ngram_size in self._ngram_sizes
             if len(word_hashes) >= ngram_size
         ]

@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,8 +26,7 @@ def engine_name(recipe: Recipe) -> str:
     """Return the name of the engine that runs the benchmarks of a recipe."""
     if recipe.evaluate.engine != "auto":
         return recipe.evaluate.engine
-    has_vllm = recipe.rollout.backend == "vllm" and importlib.util.find_spec("vllm") is not None
-    return "vllm" if has_vllm else "hf"
+    return "vllm" if recipe.rollout.backend == "vllm" and importlib.util.find_spec("vllm") is not None else "hf"
 
 
 def check_engine(stage: Stage) -> None:
@@ -43,19 +43,16 @@ def open_model(stage: Stage, on_response: Callable[[], None]) -> Any:
     """Return the stage's model as a model of lm-eval that calls `on_response` after each response."""
     lm_eval_model = _open_vllm_model(stage) if engine_name(stage.recipe) == "vllm" else _open_hf_model(stage)
     set_cache_hook = lm_eval_model.set_cache_hook
-    lm_eval_model.set_cache_hook = lambda cache_hook: set_cache_hook(_ResponseHook(cache_hook, on_response))
+
+    def set_reporting_hook(cache_hook: Any) -> None:
+        def add_response(request_type: str, request: Any, response: Any) -> None:
+            cache_hook.add_partial(request_type, request, response)
+            on_response()
+
+        set_cache_hook(SimpleNamespace(add_partial=add_response))
+
+    lm_eval_model.set_cache_hook = set_reporting_hook
     return lm_eval_model
-
-
-class _ResponseHook:
-    """Wrapper of lm-eval's cache hook, which receives each response; the wrapper also calls `on_response`."""
-
-    def __init__(self, cache_hook: Any, on_response: Callable[[], None]) -> None:
-        self._cache_hook, self._on_response = cache_hook, on_response
-
-    def add_partial(self, request_type: str, request: Any, response: Any) -> None:
-        self._cache_hook.add_partial(request_type, request, response)
-        self._on_response()
 
 
 def _open_hf_model(stage: Stage) -> Any:

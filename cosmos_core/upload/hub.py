@@ -181,23 +181,17 @@ class HubTarget:
         return ""
 
     def _read_record(self, revision: str) -> dict[str, Any] | None:
-        from huggingface_hub import hf_hub_url
-        from huggingface_hub.errors import (
-            EntryNotFoundError,
-            GatedRepoError,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
+        from huggingface_hub import errors, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
         url = hf_hub_url(self.repository, RECORD_FILE, revision=revision, endpoint=self.hub_api.endpoint)
         try:
             response = get_session().get(url, headers=build_hf_headers(token=self.hub_api.token), follow_redirects=True)
             hf_raise_for_status(response)
-        except GatedRepoError:
+        except errors.GatedRepoError:
             # Do not treat this as a missing repository: the repository exists, but the token may not read it.
             raise
-        except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
+        except (errors.EntryNotFoundError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
             return None
         record = None
         with suppress(ValueError):

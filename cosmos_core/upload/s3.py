@@ -105,8 +105,7 @@ class S3Target:
         """Make `latest.json` point to a stored version, and append the version to `history` (None: the saved history);
         raise UploadError if a file of the version is missing."""
         with translate_errors(self.where(version), message_hint=_POINTER_UNCHANGED_NOTE):
-            record = self.record_of(version)
-            for name in record["files"]:
+            for name in self.record_of(version)["files"]:
                 if self.bucket.head(self._object_key(f"{version}/{name}")) is None:
                     raise UploadError(f"{self.where(version)}/{name} is gone; {_POINTER_UNCHANGED_NOTE}")
             for _ in range(_MAX_POINTER_ATTEMPTS):

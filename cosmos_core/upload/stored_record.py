@@ -1,7 +1,6 @@
 """Copies of a stage's small files in an artifact store, updated when a file changes, for display on other machines."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 from cosmos_core.run.bucket import Bucket, translate_errors
@@ -37,7 +36,12 @@ class StoredRecord:
                 self._known_entries, *_ = read_index(self._bucket, self._index_key)
             kept_entries = {} if is_final else self._known_entries
             new_entries = {path: log_entry for path, log_entry in kept_entries.items() if path.startswith("logs/")}
-            for file in _list_files_to_push(self._stage_path, _FINAL_FILE_PATTERNS if is_final else _FILE_PATTERNS):
+            patterns = _FINAL_FILE_PATTERNS if is_final else _FILE_PATTERNS
+            files = {file for pattern in patterns for file in self._stage_path.glob(pattern) if file.is_file()}
+            for file in sorted(files):
+                is_excluded = file.name.startswith(".") or file.name in _EXCLUDED_FILES
+                if is_excluded or file.stat().st_size > _MAX_BYTES_BY_SUFFIX.get(file.suffix, _MAX_FILE_BYTES):
+                    continue
                 path, data = str(file.relative_to(self._stage_path)), file.read_bytes()
                 entry = ContentEntry.from_bytes(data)
                 new_entries[path] = entry if self._known_entries.get(path) == entry else self._content_store.write(data)
@@ -81,12 +85,6 @@ class StoredRecord:
         if file.name == _EVENTS_FILE:
             file_content = _merge_json_lines(file_content, file.read_bytes() if file.is_file() else b"")
         write_bytes(file, file_content, fsync=False)
-
-
-def _list_files_to_push(stage_path: Path, file_patterns: Iterable[str]) -> list[Path]:
-    paths = {path for pattern in file_patterns for path in stage_path.glob(pattern) if not path.name.startswith(".")}
-    files = [path for path in paths if path.name not in _EXCLUDED_FILES and path.is_file()]
-    return sorted(f for f in files if f.stat().st_size <= _MAX_BYTES_BY_SUFFIX.get(f.suffix, _MAX_FILE_BYTES))
 
 
 def _read_state_without_pids(data: bytes) -> StageState | None:
