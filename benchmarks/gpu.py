@@ -34,7 +34,7 @@ from cosmos_core.config.schema.precision import FP8Config
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
-from cosmos_core.models.compiled import compile_blocks, report_compilations
+from cosmos_core.models.compilation import compile_blocks, report_compilations
 from cosmos_core.models.kernels import enable_flash_attention_3, enable_fp8_if_supported
 from cosmos_core.models.recompute import RecomputeMode, recompute_activations
 from cosmos_core.run.progress import ProgressWriter

@@ -32,7 +32,7 @@ from cosmos_core.algorithms.flow_credit import FlowRollout
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.flow_sample import FlowSample
-from cosmos_core.models.compiled import compile_blocks
+from cosmos_core.models.compilation import compile_blocks
 from cosmos_core.models.denoiser import Denoiser
 from cosmos_core.models.flow import flow_schedule
 from cosmos_core.models.freeze import mark_trained_weights

@@ -106,10 +106,9 @@ def _mean_centred_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
 
 def _grpo_advantages(rewards_by_group: list[np.ndarray]) -> list[np.ndarray]:
     """Return (reward - mean) / (population std + 1e-6) in each group (GRPO, arXiv 2402.03300)."""
-    centred_pairs = zip(_mean_centred_advantages(rewards_by_group), rewards_by_group, strict=True)
     return [
         centred_G / (rewards_G.std() + STD_EPSILON) if centred_G.any() else centred_G
-        for centred_G, rewards_G in centred_pairs
+        for centred_G, rewards_G in zip(_mean_centred_advantages(rewards_by_group), rewards_by_group, strict=True)
     ]
 
 

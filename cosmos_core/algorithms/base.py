@@ -206,5 +206,4 @@ def metric_weights(config: AlgorithmConfig) -> dict[str, float]:
     """Return the weight of each local or remote reward function, by the name of the function's metric in scores."""
     if config.remote_reward_config is not None:
         return {name: reward_fn.weight for reward_fn, name in config.remote_reward_config.metric_names.items()}
-    metric_name_by_reward = metric_names(config.rewards)
-    return {metric_name_by_reward[reward_name]: weight for reward_name, weight in config.rewards.items()}
+    return {name: config.rewards[reward_name] for reward_name, name in metric_names(config.rewards).items()}

@@ -70,8 +70,7 @@ def teacher_loss(
     divergence_BS = apply_mask(divergence_BS, mask_BS)
     metrics = {"teacher/divergence": token_metric(divergence_BS, mask_BS)}
     future_sum_BS = apply_mask(discounted_sums(divergence_BS.detach(), discount), is_sampled_BS) if discount else None
-    advantages_BS = None if future_sum_BS is None else -kl_coef * future_sum_BS
-    return TeacherLoss(advantages_BS, kl_coef * divergence_BS, metrics)
+    return TeacherLoss(None if future_sum_BS is None else -kl_coef * future_sum_BS, kl_coef * divergence_BS, metrics)
 
 
 def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:

@@ -20,10 +20,10 @@ from cosmos_core.algorithms.aggregate import Metrics, add_metrics, aggregate_los
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update, equal_batches, metric_weights, pad_rows
 from cosmos_core.algorithms.correction import ImportanceWeightRule, importance_weights, self_normalise_weights
 from cosmos_core.algorithms.distillation import TeacherLoss, score_with_teacher, teacher_loss, unmask_prompt
-from cosmos_core.algorithms.idle import can_skip_zero_advantage, drop_zero_gradient_samples
 from cosmos_core.algorithms.objectives.base import PolicySettings, probability_ratio
 from cosmos_core.algorithms.policy_loss import PolicyLossInputs, policy_loss, positive_nll_loss
 from cosmos_core.algorithms.selection import excluded_prefix_lengths, high_entropy_masks
+from cosmos_core.algorithms.zero_gradient import can_skip_zero_advantage, drop_zero_gradient_samples
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.sample import Sample, batch_within_token_limit
 from cosmos_core.models.base import MicroBatch
@@ -319,8 +319,7 @@ def _make_importance_ratio_rows(sample: Sample, old_logprobs_S: Tensor) -> tuple
     """Return old log-probabilities, rollout log-probabilities and mask of one sample, for `self_normalise_weights`."""
     rollout_logprobs_S = _make_rollout_logprob_row(sample).to(old_logprobs_S)
     loss_mask_S = torch.as_tensor(sample.loss_mask[1:], device=old_logprobs_S.device)
-    is_sampled_S = loss_mask_S.bool() & ~rollout_logprobs_S.isnan()
-    return old_logprobs_S, rollout_logprobs_S, is_sampled_S
+    return old_logprobs_S, rollout_logprobs_S, loss_mask_S.bool() & ~rollout_logprobs_S.isnan()
 
 
 def _collate_logprobs(micro_batch: MicroBatch, old_logprobs: Sequence[Tensor] | None) -> _MicroBatchLogprobs:

@@ -39,10 +39,9 @@ def unpaired_loss(
     sigmoid_sign_B = torch.where(is_desirable_B, -1.0, 1.0).to(rewards_B)
     weights_B = rewards_B.new_tensor([config.undesirable_weight, config.desirable_weight])[is_desirable_B.long()]
     loss = (weights_B * torch.sigmoid(sigmoid_sign_B * (rewards_B - config.beta * kl))).sum() / num_responses
-    values_by_metric = {"rewards": rewards_B, "logps": responses.logps_B}
     metrics = {
         f"{name}/{label}": torch.stack([values_B.detach()[mask_B].sum(dtype=torch.float64), mask_B.sum().double()])
-        for name, values_B in values_by_metric.items()
+        for name, values_B in (("rewards", rewards_B), ("logps", responses.logps_B))
         for label, mask_B in (("chosen", is_desirable_B), ("rejected", ~is_desirable_B))
     }
     return loss, metrics | {"kl": torch.stack([kl.double(), torch.ones_like(kl).double()])}

@@ -36,10 +36,10 @@ from cosmos_core.models.micro_batches import (
 )
 from cosmos_core.models.new_interpreter import prestart_interpreter
 from cosmos_core.models.packing import PACKED_ATTENTION, can_merge_prompts, enable_packing
-from cosmos_core.models.pipelined import PipelineRunner
+from cosmos_core.models.pipeline_runner import PipelineRunner
 from cosmos_core.models.processor import ImageReader
 from cosmos_core.models.scorer import LOGPROBS_ONLY, LogprobScorer, RequestedOutputs
-from cosmos_core.models.sequential import SequentialRunner, forward_context
+from cosmos_core.models.sequential_runner import SequentialRunner, forward_context
 from cosmos_core.models.sharded_load import load_shards
 from cosmos_core.models.verify_export import verify_export
 from cosmos_core.parallel.context import apply_cp, gather_scored_tokens, shard_rows

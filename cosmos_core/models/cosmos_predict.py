@@ -101,9 +101,8 @@ class CosmosPredict(SanaVideo):
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
         clip_sharding = ClipSharding(mesh)
         timestep_token_dims = {"embedded_timestep": 1, "temb": 1}
-        token_dims = {**timestep_token_dims, "image_rotary_emb": 0, "extra_pos_emb": 1}
         shard_blocks(
-            denoiser, clip_sharding, token_dims,
+            denoiser, clip_sharding, {**timestep_token_dims, "image_rotary_emb": 0, "extra_pos_emb": 1},
             lambda arguments: clip_sharding.distribute_tokens(len(arguments["image_rotary_emb"][0])),
             {"norm_out": timestep_token_dims},
         )  # fmt: skip

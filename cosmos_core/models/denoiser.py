@@ -19,7 +19,7 @@ from cosmos_core.models.diffusion import DiffusionModel, TextInputs
 from cosmos_core.models.export_pipeline import export_pipeline
 from cosmos_core.models.lora import ADAPTER_FOLDER, has_lora_adapter
 from cosmos_core.models.new_interpreter import prestart_interpreter
-from cosmos_core.models.sequential import SequentialRunner, forward_context
+from cosmos_core.models.sequential_runner import SequentialRunner, forward_context
 from cosmos_core.models.verify_pipeline_export import verify_pipeline
 from cosmos_core.parallel.fsdp import apply_fsdp, copy_without_weights
 from cosmos_core.parallel.mesh import Mesh

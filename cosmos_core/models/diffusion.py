@@ -266,8 +266,7 @@ class DiffusionModel:
     @cached_property
     def pipeline(self) -> Any:
         """Return the pipeline without its denoiser; text encoders in `policy.diffusers.dtype`, the VAE in float32."""
-        pipeline_class = self.folder.pipeline_class
-        component_names = set(inspect.signature(pipeline_class).parameters) & set(self.folder.components)
+        component_names = set(inspect.signature(self.folder.pipeline_class).parameters) & set(self.folder.components)
         unloaded_component_names = {self.denoiser_name, "vae", *self.component_placeholders()}
         components = {name: self._load_component(name) for name in sorted(component_names - unloaded_component_names)}
         return self.make_pipeline(components | {"vae": self.vae, self.denoiser_name: None})
@@ -336,8 +335,7 @@ class DiffusionModel:
         return float(vae_config.get("scaling_factor") or 1.0), float(vae_config.get("shift_factor") or 0.0)
 
     def _load_component(self, name: str) -> Any:
-        dtype = torch.float32 if name == "vae" else getattr(torch, self.config.dtype)
-        component = self.folder.load(name, dtype)
+        component = self.folder.load(name, torch.float32 if name == "vae" else getattr(torch, self.config.dtype))
         if isinstance(component, torch.nn.Module):
             component.requires_grad_(False)
             if not self.config.offload:

@@ -95,8 +95,7 @@ def flow_cps_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_strengt
 def ddim_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_strength: float) -> StepDistribution:
     """Return the step of DDIM (arXiv 2010.02502) for a flow; strength 0: Euler; 1: posterior of the forward process."""
     sigma, next_sigma = noise_levels.sigma, noise_levels.next_sigma
-    clean_fraction_ratio = (1 - sigma) / (1 - next_sigma)
-    noise_variance = (sigma**2 - (clean_fraction_ratio * next_sigma) ** 2).clamp(min=0)
+    noise_variance = (sigma**2 - ((1 - sigma) / (1 - next_sigma) * next_sigma) ** 2).clamp(min=0)
     std = torch.minimum(noise_strength * next_sigma / sigma * torch.sqrt(noise_variance), next_sigma)
     kept_noise_std = torch.sqrt(next_sigma**2 - std**2)
     clean_latents, noise = estimate_clean_latents(x, v, sigma), estimate_noise(x, v, sigma)

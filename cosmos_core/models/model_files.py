@@ -148,8 +148,7 @@ def _describe_load_error(component: str, model: str, error: Exception) -> ModelE
         return model_error(model, f"{problem}; take a model of a family that transformers has")
     if not os.path.exists(os.path.expanduser(model)) and not is_hub_reachable():
         problem = f"the Hugging Face Hub cannot be reached from here, and its cache has no {component} of that name"
-        remedy = "give a local folder or download the model first"
-        return model_error(model, f"no such folder, {problem}; {remedy}")
+        return model_error(model, f"no such folder, {problem}; give a local folder or download the model first")
     error_text = repr(error) if isinstance(error, KeyError) else str(error)  # str() of a KeyError contains only the key
     shortened_error_text = make_printable(error_text)[:300] or type(error).__name__
     return model_error(model, f"cannot load the {component}: {shortened_error_text}")

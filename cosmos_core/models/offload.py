@@ -13,7 +13,7 @@ MIN_OFFLOADED_ELEMENTS = 1 << 10
 
 
 def activations_on_cpu() -> saved_tensors_hooks:
-    """Return hooks like torch's `save_on_cpu` that leave small tensors and parameters, which FSDP manages, in place."""
+    """Return hooks like torch's `save_on_cpu`, except for small tensors and for parameters, which FSDP manages."""
     offload_hooks = save_on_cpu(pin_memory=torch.cuda.is_available())
 
     def offload_tensor(tensor: Tensor) -> Any:

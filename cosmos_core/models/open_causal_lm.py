@@ -10,7 +10,7 @@ from cosmos_core.data.prepared import has_images
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.balance import load_balancing_settings
 from cosmos_core.models.causal_lm import CausalLM, make_input_processing
-from cosmos_core.models.compiled import compile_blocks, report_compilations
+from cosmos_core.models.compilation import compile_blocks, report_compilations
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import check_row_length, check_rows, load_model, load_tokenizer
 from cosmos_core.models.kernels import enable_flash_attention_3, enable_fp8_if_supported, patch_with_liger

@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from cosmos_core.models.compiled import compile_blocks, report_compilations
+from cosmos_core.models.compilation import compile_blocks, report_compilations
 from cosmos_core.models.denoiser import Denoiser
 from cosmos_core.models.families import open_pipeline
 from cosmos_core.models.freeze import mark_trained_weights

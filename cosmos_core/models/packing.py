@@ -58,7 +58,7 @@ def enable_packing(
 ) -> str:
     """Enable packed rows for `model`, with the inputs of `data.batch.make_packed_attention_kwargs` and `position_ids`
     that restart in each sequence. Return an empty string, or the reason why the model does not support packed rows; it
-    is then unchanged. If it is sharded, all ranks must call this function, and `root_modules` are called in its place.
+    is then unchanged. If it is sharded, all ranks must call this function, and `root_modules` are called instead.
 
     `compute_dtype` is the autocast dtype of training, which determines the kernel; None: the dtype of the weights.
     `gathers_in_compute_dtype`: whether FSDP gathers weights in that dtype, so that no other dtype can be tested."""

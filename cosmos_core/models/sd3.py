@@ -41,8 +41,7 @@ class SD3(DiffusionModel):
         pipeline, prompt_list = self.pipeline, list(prompts)
         # Put the config of the denoiser in its place, because the pipeline reads the size of T5 embeddings from it.
         if pipeline.transformer is None:
-            denoiser_config = self.folder.settings(self.denoiser_name)
-            pipeline.transformer = SimpleNamespace(config=SimpleNamespace(**denoiser_config))
+            pipeline.transformer = SimpleNamespace(config=SimpleNamespace(**self.folder.settings(self.denoiser_name)))
         with self._working("text_encoder", "text_encoder_2", "text_encoder_3"):
             token_embeddings, _, pooled_embedding, _ = pipeline.encode_prompt(
                 prompt_list, prompt_list, prompt_list, device=self.device, do_classifier_free_guidance=False,

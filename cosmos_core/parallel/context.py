@@ -37,13 +37,11 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, attention_name: str, tp_s
     def ulysses_attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        num_ranks = dist.get_world_size(group)
-        if key.shape[1] % num_ranks:
+        if key.shape[1] % dist.get_world_size(group):
             num_key_repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(num_key_repeats, 1), value.repeat_interleave(num_key_repeats, 1)
         qkv_by_heads = (all_to_all(qkv_state, 1, 2, group) for qkv_state in (query, key, value))
-        output_BPKD = attention_fn(module, *qkv_by_heads, attention_mask, **kwargs)[0]
-        return all_to_all(output_BPKD, 1, 2, group), None
+        return all_to_all(attention_fn(module, *qkv_by_heads, attention_mask, **kwargs)[0], 1, 2, group), None
 
     AttentionInterface.register(ULYSSES_ATTENTION, ulysses_attention)
     AttentionMaskInterface.register(ULYSSES_ATTENTION, AttentionMaskInterface()[attention_name])
@@ -69,8 +67,7 @@ def shard_rows(
 def gather_scored_tokens(local_values: Tensor, is_local_N: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the values of all scored tokens on every rank; `local_values` are the values of the scored tokens in this
     rank's shard. In the backward pass each rank gets the gradients of its own values."""
-    values_of_all_ranks: Tensor = _GatherScoredTokens.apply(local_values, is_local_N, mesh.get_group())
-    return values_of_all_ranks
+    return _GatherScoredTokens.apply(local_values, is_local_N, mesh.get_group())  # type: ignore[no-any-return]
 
 
 def all_to_all(tensor: Tensor, split_dim: int, concat_dim: int, group: dist.ProcessGroup) -> Tensor:

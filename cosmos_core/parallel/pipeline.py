@@ -3,7 +3,7 @@
 A pipeline stage is the transformers model itself, in which placeholders that return their input replace the modules of
 other stages. Names in the state dict, layer indices and the code that calls the modules stay those of the whole model.
 The pipeline plan in the config of the model lists its modules; a model that computes anything outside its plan is
-refused. The schedules are those of torch (`models/pipelined.py`).
+refused. The schedules are those of torch (`models/pipeline_runner.py`).
 
 Shape legend: B rows, T tokens, H hidden size.
 """

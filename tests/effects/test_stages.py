@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.models.pipelined import PipelineRunner
+from cosmos_core.models.pipeline_runner import PipelineRunner
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.parallel.pipeline import OtherStageModule, apply_pp
 from tests.effects.change import SFT, Change, changes

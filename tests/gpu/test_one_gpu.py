@@ -22,7 +22,7 @@ from cosmos_core.data.batch import collate_rows, to_device
 from cosmos_core.data.sample import Sample
 from cosmos_core.models import packing
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
-from cosmos_core.models.compiled import compile_blocks
+from cosmos_core.models.compilation import compile_blocks
 from cosmos_core.models.packing import enable_packing
 from cosmos_core.models.recompute import RecomputeMode, recompute_activations
 from cosmos_core.models.scorer import LogprobScorer, RequestedOutputs

@@ -12,7 +12,7 @@ import torch
 
 from cosmos_core import machine_properties
 from cosmos_core.errors import ConfigError
-from cosmos_core.models.compiled import report_compilations
+from cosmos_core.models.compilation import report_compilations
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.progress import ProgressWriter, read_progress
 from tests.effects.change import GRPO, SFT, recipe

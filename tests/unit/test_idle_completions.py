@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cosmos_core.algorithms.data_term import DataTermAlgorithm, make_sft_update
 from cosmos_core.algorithms.grpo import Grpo
-from cosmos_core.algorithms.idle import MIN_COMPARED_COMPLETIONS, ZERO_GRADIENT_METRIC, can_skip_zero_advantage
 from cosmos_core.algorithms.policy_loss import scales_with_advantage
+from cosmos_core.algorithms.zero_gradient import MIN_COMPARED_COMPLETIONS, ZERO_GRADIENT_METRIC, can_skip_zero_advantage
 from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.train import TrainConfig

@@ -23,7 +23,7 @@ from cosmos_core.data.batch import collate_rows
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
 from cosmos_core.models import verify_export
-from cosmos_core.models.compiled import compile_blocks
+from cosmos_core.models.compilation import compile_blocks
 from cosmos_core.models.export import export_model
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.models.packing import enable_packing

@@ -20,7 +20,7 @@ from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ModelError
 from cosmos_core.models.hf import load_model
-from cosmos_core.models.pipelined import PipelineRunner
+from cosmos_core.models.pipeline_runner import PipelineRunner
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel import fsdp
 from cosmos_core.parallel.pipeline import apply_pp, extract_pipeline_stage, stage_layer_indices, stages_of_rank

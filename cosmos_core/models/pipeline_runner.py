@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.models.base import LossFn, MicroBatchRunner, OutputSpec
 from cosmos_core.models.scorer import LOGPROBS_ONLY, LogprobScorer
-from cosmos_core.models.sequential import forward_context
+from cosmos_core.models.sequential_runner import forward_context
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.pipeline import extract_pipeline_stage, num_stages, stages_of_rank
 
