@@ -19,6 +19,7 @@ from cosmos_core.errors import Preempted, ProgramError
 from cosmos_core.registry import import_user_code
 from cosmos_core.run import stage as stage_module
 from cosmos_core.train import generation
+from cosmos_core.types import Outcome
 from cosmos_core.worker import program
 from tests.effects.change import GRPO, recipe
 
@@ -51,6 +52,31 @@ def test_what_every_rank_would_warn_of_is_said_by_the_first_rank(monkeypatch: py
         for name in (*program._PACKAGES_THAT_WARN_ON_EACH_RANK, *program._MODULES_THAT_WARN_OF_THE_MACHINE):
             logging.getLogger(name).setLevel(logging.NOTSET)
     assert levels == ["INFO", "WARNING"]
+
+
+def test_of_what_is_logged_the_progress_has_warnings_and_errors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "cosmos_core")
+    monkeypatch.setattr(program, "send_to_sinks", nullcontext)
+    told: list[str] = []
+    stage: Any = SimpleNamespace(
+        name="mine",
+        config=SimpleNamespace(entry="mine.py:main", arguments={}),
+        kind=SimpleNamespace(makes=""),
+        metrics=SimpleNamespace(line_callbacks=[]),
+        progress=SimpleNamespace(warn=told.append),
+    )
+
+    def log(_: Any) -> Outcome:
+        for level in ("info", "warning", "error"):
+            getattr(logging.getLogger("cosmos_core.train.loop"), level)("told with %s", level)
+        return Outcome()
+
+    program._run_with_metrics(stage, log)
+    log(stage)  # by another stage in this process
+    assert told == ["told with warning", "told with error"]
+    assert [each.levelname for each in caplog.records] == ["INFO", "WARNING", "ERROR"] * 2
 
 
 def test_a_function_that_exits_as_a_script_does_is_one_line() -> None:
