@@ -160,6 +160,8 @@ def test_on_another_machine_a_lease_that_lapsed_says_that_it_died(tmp_path: Path
     assert "✗ died" in status(run) and " on node-3 after step 13, resume with: cosmos resume " in status(run)
     update_state(run.stage_path("sft"), spans=[(MOMENT, MOMENT + 1)])  # its worker has ended, and its launcher sends
     assert "running" in status(run)
+    update_state(run.stage_path("sft"), attempt=2, spans=[(MOMENT, MOMENT + 1), (MOMENT + 2, None)])
+    assert "✗ died" in status(run)
 
 
 def test_a_run_that_was_killed_before_its_first_stage_or_between_two_died(tmp_path: Path) -> None:
