@@ -30,7 +30,6 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.chat import make_prompt_rendering, template_uses_tools
 from cosmos_core.data.clean import clean_training_rows, iterate_texts
 from cosmos_core.data.formats import LocatedRow
-from cosmos_core.data.kept_text import find_lost_text
 from cosmos_core.data.kinds.base import TRAIN_SPLIT, VALIDATION_SPLIT
 from cosmos_core.data.kinds.registry import load_row_kind, load_tokenised_kind
 from cosmos_core.data.messages import SkippedRow
@@ -40,6 +39,7 @@ from cosmos_core.data.prepared import DATA_TERM_SPLIT, HELD_OUT_SEQUENCES_SPLIT,
 from cosmos_core.data.records import RecordSpec, convert_rows, find_image_root, read_pass_rates
 from cosmos_core.data.rows import Rows, get_policies_by_dataset, has_local_split, load_rows, split_rows
 from cosmos_core.data.statistics import RowChunk, SplitCounts
+from cosmos_core.data.tokenizer_check import find_lost_text
 from cosmos_core.data.user_dataset import UserDatasetLoader
 from cosmos_core.errors import DataError, Preempted
 from cosmos_core.models.generation_config import load_generation_config
@@ -68,7 +68,7 @@ def tokenise(stage: Stage) -> Outcome:
     tokenizer = _load_tokenizer(stage.model, stage.recipe.policy)
     stop_ids = read_stop_tokens(stage.model, stage.recipe.policy.model_revision, tokenizer)
     row_specs = {
-        split: [replace(_make_record_spec(stage, split, source), stop_ids=stop_ids) for source in sources]
+        split: [_make_record_spec(stage, split, source, stop_ids) for source in sources]
         for split, sources in splits.items()
     }
     for split, split_specs in row_specs.items():
@@ -158,9 +158,8 @@ def _write_split(
     stage: Stage, split_path: Path, row_specs: list[RecordSpec], sources: list[_RowSource], num_rows_done: int,
     total_rows: int,
 ) -> tuple[SplitCounts, list[SplitCounts]]:  # fmt: skip
-    """Write the prepared file of a split; return the statistics of the split and of each of its data sets. Raise
-    DataError if too many rows cannot be read, or no row of a data set is left. `num_rows_done` of `total_rows` rows
-    were processed before."""
+    """Write the prepared file of a split, before which `num_rows_done` of `total_rows` rows were processed; return the
+    statistics of the split and of each data set. Raise DataError if too many rows are unreadable, or none is left."""
     split_counts, counts_by_source = SplitCounts(row_specs[0]), [SplitCounts(row_spec) for row_spec in row_specs]
     row_chunks = _tokenise_all(stage, row_specs, sources)
     with pa.ipc.new_file(split_path, row_specs[0].schema) as split_file, closing(row_chunks):
@@ -218,9 +217,9 @@ def _make_mixture_statistics(sources: list[_RowSource], counts_by_source: list[S
 
 def _load_splits(stage: Stage) -> dict[str, list[_RowSource]]:
     """Return the rows of each split: training rows and, if any, held-out rows and rows of a supervised loss."""
-    algorithm, validation, splits = stage.recipe.train.train_policy, stage.recipe.validation, {}
+    algorithm, validation = stage.recipe.train.train_policy, stage.recipe.validation
     train_sources, held_out_sources = _load_train_and_held_out(stage)
-    splits[TRAIN_SPLIT] = train_sources
+    splits = {TRAIN_SPLIT: train_sources}
     if held_out_sources:
         if validation.max_rows is not None:
             row_limits = divide_in_proportion(validation.max_rows, [len(source.rows) for source in held_out_sources])
@@ -298,22 +297,19 @@ def read_stop_tokens(model: str, revision: str | None, tokenizer: PreTrainedToke
     return tuple(token_id for token_id in (tokenizer.eos_token_id, *stop_ids) if token_id is not None and token_id >= 0)
 
 
-def _make_record_spec(stage: Stage, split: str, source: _RowSource) -> RecordSpec:
-    recipe, validation = source.recipe, source.recipe.validation
-    max_length = recipe.policy.model_max_length
-    is_data_term, algorithm = split == DATA_TERM_SPLIT, recipe.train.train_policy
-    row_kind_name = "sequences" if is_data_term else _get_held_out_row_kinds(recipe).get(split, algorithm.rows)
-    row_kind = load_tokenised_kind(row_kind_name)
-    pass_rates = read_pass_rates(Path(source.dataset.pass_rates)) if source.dataset.pass_rates else None
-    image_root = find_image_root(recipe, stage.model, source.rows.folder)
-    row_spec = RecordSpec(recipe, row_kind, max_length, stage.model, image_root, pass_rate_range=source.dataset.keep)
-    if not row_kind.is_prompt:
-        return replace(row_spec, is_data_term=is_data_term)
+def _make_record_spec(stage: Stage, split: str, source: _RowSource, stop_ids: tuple[int, ...]) -> RecordSpec:
+    recipe, dataset, is_data_term = source.recipe, source.dataset, split == DATA_TERM_SPLIT
+    held_out_row_kinds = _get_held_out_row_kinds(recipe) | {DATA_TERM_SPLIT: "sequences"}
+    row_kind = load_tokenised_kind(held_out_row_kinds.get(split, recipe.train.train_policy.rows))
     max_completion_tokens = recipe.rollout.max_response_length
     if split == VALIDATION_SPLIT:
-        max_completion_tokens = validation.max_response_length or max_completion_tokens
-    row_spec = replace(row_spec, max_completion_tokens=max_completion_tokens, pass_rates=pass_rates)
-    return replace(row_spec, max_tokens=max_length - 1)
+        max_completion_tokens = recipe.validation.max_response_length or max_completion_tokens
+    return RecordSpec(
+        recipe, row_kind, recipe.policy.model_max_length - row_kind.is_prompt, stage.model,
+        find_image_root(recipe, stage.model, source.rows.folder), stop_ids=stop_ids, pass_rate_range=dataset.keep,
+        pass_rates=read_pass_rates(Path(dataset.pass_rates)) if dataset.pass_rates and row_kind.is_prompt else None,
+        is_data_term=is_data_term, max_completion_tokens=max_completion_tokens if row_kind.is_prompt else 0,
+    )  # fmt: skip
 
 
 def _tokenise_rows(stage: Stage, row_spec: RecordSpec, rows: Rows) -> Generator[RowChunk]:

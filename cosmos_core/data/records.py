@@ -30,7 +30,7 @@ from cosmos_core.data.conversation import tokenise_conversation, truncate_tokens
 from cosmos_core.data.formats import LocatedRow
 from cosmos_core.data.images import align_images, has_image_sizes, read_image
 from cosmos_core.data.kinds.base import TokenisedKind
-from cosmos_core.data.learned import find_learned_spans, list_added_tokens
+from cosmos_core.data.learned_spans import find_learned_spans, list_added_tokens
 from cosmos_core.data.messages import ColumnTrackingRow, Message, Row, SkippedRow, propose_merged_turns
 from cosmos_core.data.rendering import RefusedRow, Tools
 from cosmos_core.data.statistics import RowChunk, SkippedRowEntry
@@ -276,8 +276,7 @@ def make_conversation_record(
     tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, turns: list[Message], tools: Tools, row: Row,
     location: str,
 ) -> Record:  # fmt: skip
-    """Return the record of one conversation, with the images of its row if the model reads images; errors are those of
-    `tokenise_conversation` and `expand_images`."""
+    """Return the record of one conversation, with the images of its row if the model reads images."""
     if row_spec.image_root is None:
         text_tokens, has_merged_turns = convert_turns(
             lambda turns: tokenise_conversation(tokenizer, turns, location, tools, row_spec.stop_ids), turns

@@ -28,8 +28,8 @@ from cosmos_core.config.schema.dataset import (
     reasoning_gym_generator,
 )
 from cosmos_core.data.formats import LocatedRow, RowReader, convert_reader_errors, make_dataset_reader, open_row_file
-from cosmos_core.data.generated import make_generator_reader
 from cosmos_core.data.order import shuffled_indices
+from cosmos_core.data.reasoning_gym_rows import make_generator_reader
 from cosmos_core.data.user_dataset import UserDatasetLoader
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.models.model_files import is_hub_reachable
@@ -115,8 +115,7 @@ def load_rows(
 
 
 def get_policies_by_dataset(stage: Stage) -> dict[str, AlgorithmConfig]:
-    """Return the training settings of each training data set, by the configuration key of the data set. If the stage
-    has the key `data`, it replaces the data sets of the recipe."""
+    """Return the training settings of each data set by its configuration key; `data` of a stage replaces them all."""
     algorithm = stage.recipe.train.train_policy
     dataset_path, config_key = str(stage.data), f"stage {stage.name!r}: data"
     if stage.data is None:
@@ -265,8 +264,7 @@ def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
 
 
 def _check_file_names(files: list[Path], config_key: str) -> None:
-    """Refuse two files of one name and different suffixes, such as a file and its compressed copy, whose rows would be
-    read twice."""
+    """Refuse two files of one name and different suffixes, such as a file and its compressed copy."""
     file_by_stem: dict[str, Path] = {}
     for file in files:
         first_file = file_by_stem.setdefault(file.name[: -len(data_suffix(file.name))], file)

@@ -15,7 +15,7 @@ from transformers.utils import is_torchvision_available
 from cosmos_core.data.conversation import render_prompt
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.prompts import open_prompts
-from cosmos_core.data.learned import find_learned_spans
+from cosmos_core.data.learned_spans import find_learned_spans
 from cosmos_core.data.visual import expand_images
 from cosmos_core.errors import DataError, ModelError
 from cosmos_core.models.hf import load_config, load_tokenizer

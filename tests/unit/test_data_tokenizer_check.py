@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from cosmos_core.data.kept_text import find_lost_text
+from cosmos_core.data.tokenizer_check import find_lost_text
 from cosmos_core.errors import DataError
 from cosmos_core.train import check
 from tests.unit.data_tokenizers import CHATML, byte_tokenizer
