@@ -111,8 +111,7 @@ def read_conversation(
     inserted at the beginning if the row has no system turn. `with_images` allows content that is a list of `text` and
     `image` parts or contains <image> (`images.py`).
 
-    Raise DataError for a row without a known column, an unknown role, or content that is not text, and SkippedRow if
-    the text or conversation is empty."""
+    Raise DataError for a missing column, an unknown role, or content that is not text, SkippedRow for an empty row."""
     present_column = find_column(row, (column, *_CONVERSATION_COLUMNS))
     pair_columns: tuple[str, ...] = ()
     if not (present_column and is_filled(row, present_column)):
@@ -168,8 +167,7 @@ def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit m
 
     A final assistant turn is removed from the prompt, and is the reference answer if no column holds a reference. With
     `keeps_last_turn` the turn stays in the prompt, for the policy to continue. `with_images`: see `read_conversation`.
-    Raise DataError if a named column is missing, or no column is known as a prompt, and SkippedRow for a row without a
-    user turn."""
+    Raise DataError if a named column or the prompt is missing, and SkippedRow for a row without a user turn."""
     for key, name in (("prompt_column_name", prompt_column), ("response_column_name", response_column)):
         if name in row and not has_column_value(row, name):
             raise DataError(f"{location}: column {name!r} (train_policy.{key}) is null; fill it, or leave the row out")

@@ -48,8 +48,7 @@ _ROWS_FOLDER = "rows"
 def run(stage: Stage) -> Outcome:
     """Sample completions of all prompts, keep some of them, and write the rows. Raise DataError if a prompt has images
     or no completion is kept, RewardError if a reward cannot be loaded or all rewards of the first batch are permanently
-    invalid, StageFailed if those of all batches are invalid, and Preempted if a stop was requested; finished batches
-    are kept."""
+    invalid, StageFailed if all rewards are invalid, and Preempted after a stop, which keeps finished batches."""
     prompts = open_prompts(stage.prepared_folder, "train")
     records = _complete_prompts(stage, prompts, training_sampling(stage.recipe))
     _check_rewards(stage.path / COMPLETIONS_FILE, records)
@@ -170,9 +169,8 @@ def _make_model_columns(stage: Stage) -> dict[str, str]:
 
 
 def _check_rewards(records_file: Path, records: Sequence[SampledPrompt]) -> None:
-    """Check that at least one completion has a valid reward; otherwise remove the file of the records, so that a
-    repeated stage generates and scores the completions again, and raise StageFailed: the first batch had an error that
-    may pass."""
+    """Raise StageFailed if no completion has a valid reward, and remove the file of the records, so that a repeated
+    stage generates and scores the completions again: the first batch had an error that may pass."""
     candidates = [candidate for record in records for candidate in record.candidates]
     invalid_candidates = [candidate for candidate in candidates if candidate.reward is None]
     if len(invalid_candidates) < len(candidates):

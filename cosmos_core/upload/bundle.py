@@ -55,8 +55,7 @@ class ContentStore:
         return content_entry
 
     def read(self, entry: ContentEntry) -> bytes | None:
-        """Return the stored bytes that have the digest of `entry`; None if no such object is stored. Raise UploadError
-        if the bytes arrive with another digest at each attempt."""
+        """Return the stored bytes with the digest of `entry`, or None; raise UploadError if they arrive altered."""
         key = self._make_object_key(entry.sha256)
         for _ in range(_MAX_DOWNLOAD_ATTEMPTS):
             content_bytes = self._bucket.read(key)
@@ -132,8 +131,7 @@ def write_index(bucket: Bucket, key: str, entry_by_path: Mapping[str, ContentEnt
 
 
 def read_index(bucket: Bucket, key: str) -> tuple[dict[str, ContentEntry], dict[str, str], str]:
-    """Return the files and the `info` of an index, and its ETag; all are empty if the index does not exist. For errors
-    see `read_document`."""
+    """Return the files and the `info` of an index, and its ETag; all are empty if there is no such index."""
     document, etag = read_document(bucket, key)
     document = document or {"files": {}, "info": {}}
     return {path: ContentEntry(*entry) for path, entry in document["files"].items()}, document["info"], etag
