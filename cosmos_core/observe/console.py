@@ -186,13 +186,15 @@ class ProgressDisplay:
         table = Table.grid(padding=(0, 2))
         is_wide_terminal = self._console.width >= 100
         for column in range(7):
-            table.add_column(justify="right" if column == 3 else "left", no_wrap=True)
+            # rich makes columns that may wrap narrower first: only metrics are cut if the terminal is narrow.
+            table.add_column(justify="right" if column == 3 else "left", no_wrap=column != 4)
         with self._lock:
             for name, view in self._stage_states.items():
                 style, seconds = STATE_STYLES.get(view.state, ""), self._get_elapsed_seconds(view)
                 phase = _format_phase(view) if view.state == "running" else ""
                 phase += f" {format_duration(self._get_time() - view.phase_start_time)}" if phase == "compile" else ""
                 progress_bar = _make_progress_bar(view, 24 if is_wide_terminal else 10, self._get_time())
+                metric_texts = _format_metrics(view) + (_format_resources(view) if is_wide_terminal else [])
                 eta_seconds = _estimate_eta_seconds(view) if view.state in ACTIVE_STATES else None
                 time_text = format_duration(seconds) if eta_seconds is None else f"eta {format_duration(eta_seconds)}"
                 table.add_row(
@@ -200,7 +202,7 @@ class ProgressDisplay:
                     Text(phase or view.state, style=style),
                     progress_bar if view.state != "waiting" else "",
                     _format_step(view).removeprefix("step "),
-                    Text("  ".join(_format_metrics(view) + (_format_resources(view) if is_wide_terminal else []))),
+                    Text("  ".join(metric_texts), no_wrap=True, overflow="ellipsis"),
                     Text(draw_sparkline(list(view.headline_values.values())) if is_wide_terminal else "", style=style),
                     Text(time_text if seconds is not None else "", style="dim"),
                 )
@@ -212,7 +214,9 @@ def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
     run = read_run(run_path)
     title = f"{run.name}  {run.path.name}  {run.outcome}"
     console = make_console(stream)
-    console.print(Group(_build_table(run, _STATUS_COLUMNS, title), *_list_notices(run)))
+    hidden_columns = () if console.width >= 80 else ("kind", "attempt")  # a narrow terminal needs room for metrics
+    formatters = {name: formatter for name, formatter in _STATUS_COLUMNS.items() if name not in hidden_columns}
+    console.print(Group(_build_table(run, formatters, title), *_list_notices(run)))
     if text := describe_interruption(run):
         # With `soft_wrap`, rich does not break the text, which contains a command to copy, into lines.
         console.print(Text(text, style="yellow"), soft_wrap=True)

@@ -47,7 +47,8 @@ def compare_runs(first_run_path: Path, second_run_path: Path, stage_kinds: Stage
     difference_lines = list(pipeline_differences(*pipelines))
     yield from difference_lines or ["the settings are the same"]
     second_stage_by_name = {stage.name: stage for stage in read_run(second_run_path).stages}
-    table = Table("stage", "metric", first_run_path.name, second_run_path.name, "change")
+    metric_column = Column("metric", overflow="fold")  # two names may begin with the same characters
+    table = Table("stage", metric_column, first_run_path.name, second_run_path.name, "change")
     for stage in read_run(first_run_path).stages:
         if stage.name in second_stage_by_name:
             for table_row in _compare_stage_metrics(stage, second_stage_by_name[stage.name]):

@@ -134,6 +134,16 @@ def test_a_terminal_shows_memory_the_times_of_a_step_and_the_course_of_the_rewar
     assert f"reward 2.000  generate 12s score 0.5s train 3.0s  {text}" in shown and "▁█" in shown
 
 
+def test_a_narrow_terminal_cuts_metrics_alone(clock: Clock, out: io.StringIO) -> None:
+    with ProgressDisplay(["sft", "grpo-accuracy"], is_terminal=True, stream=out, get_time=clock) as display:
+        display._console.width = 66
+        metrics = {"reward/mean": 0.5, "throughput/tokens_per_second": 3200.0}
+        display.update("grpo-accuracy", "running", progress(12, 80, 20, "validate", **metrics))
+        clock.now += 100
+    shown = out.getvalue()
+    assert all(text in shown for text in ("▶ grpo-accuracy", "validate", "12/80", "reward 0.5…", "1m40s"))
+
+
 def test_the_pace_starts_again_with_a_new_attempt(clock: Clock, out: io.StringIO) -> None:
     display = ProgressDisplay(["sft"], stream=out, get_time=clock)
     display.update("sft", "running", progress(1, 40, 5, loss=2.0))

@@ -206,7 +206,7 @@ def test_the_summary_of_a_failed_run_says_why(tmp_path: Path) -> None:
     assert f"sft: boom {HOSTILE}" in text and "failed after" in text
 
 
-def test_status_shows_kind_attempt_and_step_of_a_running_stage(tmp_path: Path) -> None:
+def test_status_shows_kind_attempt_and_step_of_a_running_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = finished_run(tmp_path)
     grpo = run / "stages" / "grpo"
     write(grpo / "state.json", {"state": "running", "attempt": 2, "spans": [[time.time() - 100, None]]})
@@ -220,6 +220,10 @@ def test_status_shows_kind_attempt_and_step_of_a_running_stage(tmp_path: Path) -
     print_status(run, stream=out)
     line = next(line for line in out.getvalue().splitlines() if line.startswith("grpo"))
     assert line.split() == ["grpo", "rl", "▶", "running", "2", "12/80", "1m40s", "reward", "0.500"]
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_status(run, stream=out)
+    assert re.search(r"^grpo.*▶ running\S* +12/80 +1m40s +reward 0.500", out.getvalue(), re.MULTILINE)
 
 
 def test_a_graph_with_many_paths_is_read_at_once(tmp_path: Path) -> None:
