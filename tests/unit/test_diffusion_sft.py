@@ -118,6 +118,19 @@ def gradients(trainer: Trainer) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in trainer.adapter.model.named_parameters() if p.grad is not None}
 
 
+def test_the_loss_of_held_out_samples_is_the_mean_over_them_without_frames_that_are_given() -> None:
+    class Still(NoView):
+        def evaluate(self, samples: list[FlowSample], *_: Any, **__: Any) -> list[dict[str, Tensor]]:
+            return [{"velocity": torch.zeros_like(sample.latents)} for sample in samples]
+
+    latents = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(1))
+    samples = [*drawn(2), FlowSample(latents, 0.5, {}, torch.zeros_like(latents), num_conditioning_frames=2)]
+    found = DiffusionSft(DiffusionSftConfig(type="sft")).measure([samples[:2], samples[2:]], Still(), 2)
+    errors = [(s.noise - s.latents).square().mean() for s in samples[:2] if s.noise is not None]
+    expected = torch.stack([*errors, latents[:, 2:].square().mean()]).mean().item()
+    assert found == {"loss": pytest.approx(expected, rel=1e-6), "samples": 3.0}
+
+
 def test_the_loss_is_the_closed_form(inputs: Inputs, tmp_path: Path) -> None:
     trainer = trainer_of(inputs.model("sd3"), {}, torch.float32, tmp_path)
     samples = drawn(5)
