@@ -64,6 +64,8 @@ def load_tool(path: str) -> Callable[..., Any]:
         function = import_user_code(path)
     except ConfigError as error:
         raise ConfigError(f"{TOOLS_KEY}: {error}") from error
+    if isinstance(function, type):
+        raise ConfigError(f"{TOOLS_KEY}: {path!r} is a class; a tool is a function that is decorated with @tool")
     if not callable(function) or not getattr(function, _TOOL_ATTRIBUTE, False):
         raise ConfigError(f"{TOOLS_KEY}: {path!r} is no tool; decorate it: from cosmos_core.tools.base import tool")
     return function  # type: ignore[no-any-return]

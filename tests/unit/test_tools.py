@@ -38,6 +38,10 @@ async def say(word: str) -> dict:
 later = say
 
 @tool
+class Calculator:
+    """Add."""
+
+@tool
 def act(how: str) -> str:
     """Behave badly.
 
@@ -201,6 +205,7 @@ def test_signature_and_docstring_are_what_a_template_is_told(runner: ToolRunner)
     [
         (["{}:nobody"], "has no 'nobody'"),
         (["{}:plain"], "is no tool; decorate it"),
+        (["{}:Calculator"], "is a class; a tool is a function"),
         (["{}:add", "other.py:add"], "have one name; rename a function"),
         (["{}:silent"], "cannot be described: "),
     ],
