@@ -50,11 +50,9 @@ _MAX_CELL_CHARACTERS = 1000  # maximum number of characters of one prompt or com
 
 
 class StageArtifacts:
-    """Publisher of the artifacts of one stage, used by the task run that executes the stage.
-
-    Prefect artifacts have no tags, so each description names the run and the user. No samples of a private run are
-    published, since every user of the server could read them.
-    """
+    """Publisher of the artifacts of one stage, used by the task run that executes the stage. Prefect artifacts have no
+    tags, so each description names the run and the user. No samples of a private run are published, since every user of
+    the server could read them."""
 
     def __init__(self, pipeline: PipelineConfig, stage_path: Path) -> None:
         self._stage_path = stage_path
@@ -225,7 +223,6 @@ def render_approval_form(run_path: Path) -> str:
 
 
 def _render_stages(run: RunRecord) -> list[str]:
-    """Return Markdown lines: a table of stages and metrics, the conditions of gates, the errors of failed stages."""
     markdown_lines = ["| stage | kind | state | time | metrics |", "|---|---|---|---|---|"]
     for stage in run.stages:
         stage_cells = (stage.name, stage.kind.name, stage.status, formatting.format_duration(stage.seconds))

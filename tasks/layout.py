@@ -60,14 +60,12 @@ def _find_exported_checkpoint(pipeline: Pipeline, reading_stage: StageConfig, na
     )
     for stage_names in (ancestor_names, reading_stage.after, [stage.name for stage in pipeline.stages]):
         model_readers = [stage for stage in map(pipeline.stage, stage_names) if stage.model == f"{STAGE_PREFIX}{name}"]
-        stage_kinds = [(stage, pipeline.stage_kind(stage)) for stage in model_readers]
         # Count a training that starts from the checkpoint only if the model of `reading_stage` descends from it.
-        checkpoint_readers = [
-            stage
-            for stage, kind in stage_kinds
+        checkpoints = {
+            stage.checkpoint
+            for stage, kind in ((stage, pipeline.stage_kind(stage)) for stage in model_readers)
             if kind.makes in {"model", "publication"} and (stage_names is ancestor_names or not kind.trains_model)
-        ]
-        checkpoints = {stage.checkpoint for stage in checkpoint_readers}
+        }
         if checkpoints:
             return checkpoints.pop() if len(checkpoints) == 1 else ""
     return ""

@@ -46,9 +46,8 @@ def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
         has_remote_rewards = recipe.train.train_policy.remote_reward_config or recipe.validation.remote_reward_config
         # Pass on the address of a running reward service from the environment of this process.
         environment = os.environ if has_remote_rewards and run.pipeline.stage_kind(stage).scores else {}
-        python_path, raise_if_stopping = run.pipeline.config.python, partial(sleep_unless_stopping, 0)
         running_service = managed_reward_service(
-            stage.reward_service, path, python_path, raise_if_stopping, environment
+            stage.reward_service, path, run.pipeline.config.python, partial(sleep_unless_stopping, 0), environment
         )
     with running_service as service_variables:
         yield service_variables

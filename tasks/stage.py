@@ -77,13 +77,9 @@ MAX_RETRIES = 100_000  # practically unlimited: `should_retry` decides about ret
 @worker.register_active_run()
 def run_stages(run: Run, stage_names: Sequence[str], *, is_local: bool = False) -> State[Any]:
     """Run the stages `stage_names`, in topological order, until each has its result, independent stages in parallel.
-    Return the final state of the flow run.
-
-    If the flow run is cancelled or terminated, the workers save a checkpoint and the flow waits for them.
-
-    Args:
-        is_local: Whether this process runs on the work pool of the stages; otherwise a stage runs on its work pool.
-    """
+    Return the final state of the flow run. If the flow run is cancelled or terminated, the workers save a checkpoint
+    and the flow waits for them. With `is_local`, this process runs on the work pool of the stages; otherwise each stage
+    runs on its work pool."""
     remove_orphans()
     set_credentials(run.pipeline)
     run_tags: list[str] = []

@@ -77,14 +77,9 @@ class WorkerGroup:
         should_stop: Callable[[], bool] = lambda: False,
         on_poll: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Run `program` on all ranks and return its value on the first rank.
-
-        `should_stop` returns True when ranks must stop; `on_poll` is called while the cluster lacks resources.
-
-        Raises:
-            CosmosError: the first error of this package that a rank raised.
-            StageFailed: a rank died or raised an error from outside this package.
-        """
+        """Run `program` on all ranks and return its value on the first rank. `should_stop` returns True when ranks must
+        stop; `on_poll` is called while the cluster lacks resources. Raises the first `CosmosError` that a rank raised,
+        and `StageFailed` if a rank died or raised an error from outside this package."""
         num_ranks, actor_group = self.num_ranks, self.actors
         with _connect_to_cluster(num_ranks, actor_group) as (ray, owns_cluster, threads_per_actor):
             required_bundles = resource_bundles(ray, num_ranks, actor_group, owns_cluster=owns_cluster)
@@ -258,11 +253,9 @@ def _make_socket_folder() -> Iterator[str | None]:
 
 
 def split_threads(num_cores: int, num_ranks: int, num_actors: int, *, is_parallel: bool) -> tuple[int, int]:
-    """Return the number of threads per rank and per actor process, on one machine with `num_cores` CPU cores.
-
-    Ranks and engines (the actors) each get all cores, because engines pause often. Engines that overlap with ranks get
-    half: a second thread speeds up decoding little, but takes a core from a rank (docs/benchmarks.md).
-    """
+    """Return the number of threads per rank and per actor process, on one machine with `num_cores` CPU cores. Ranks and
+    engines (the actors) each get all cores, because engines pause often. Engines that overlap with ranks get half: a
+    second thread speeds up decoding little, but takes a core from a rank (docs/benchmarks.md)."""
     return max(1, num_cores // max(num_ranks, num_actors)), max(1, num_cores // max(1, num_actors * (1 + is_parallel)))
 
 
@@ -313,13 +306,9 @@ def _wait_for_ranks(
     *,
     owns_cluster: bool,
 ) -> Any:
-    """Wait until the program has ended on all ranks, and return its value on the first rank.
-
-    Raises:
-        CosmosError: the first error of this package that a rank raised.
-        RankFailed: a rank died.
-        StageFailed: the embedded cluster has died, so that ranks cannot be restarted.
-    """
+    """Wait until the program has ended on all ranks, and return its value on the first rank. Raises the first
+    `CosmosError` that a rank raised, `RankFailed` if a rank died, and `StageFailed` if the embedded cluster has died,
+    so that ranks cannot be restarted."""
     pending_refs, has_sent_stop, return_value, last_poll_time = list(run_refs), False, None, time.monotonic()
     first_rank_actor = rank_actors[0]
     if actor_supervisor is not None:

@@ -68,12 +68,9 @@ def count_ranks_per_bundle(actor_group: ActorGroup | None, *, has_gpus: bool) ->
 def reserve_bundles(
     ray: Any, bundles: list[dict[str, int]], should_stop: Callable[[], bool], on_poll: Callable[[], None]
 ) -> list[Any]:
-    """Reserve all resource bundles at once, and return Ray's scheduling strategy for each bundle; equal bundles
-    on one machine follow each other in the list.
-
-    `should_stop` and `on_poll` are called repeatedly while the cluster lacks free resources. Raises `Preempted` if a
-    stop was requested while this function waited.
-    """
+    """Reserve all resource bundles at once, and return Ray's scheduling strategy for each bundle; equal bundles on one
+    machine follow each other in the list. `should_stop` and `on_poll` are called repeatedly while the cluster lacks
+    free resources. Raises `Preempted` if a stop was requested while this function waited."""
     from ray.util.placement_group import placement_group, placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

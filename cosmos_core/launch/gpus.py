@@ -59,11 +59,9 @@ def hold_stage_gpus(
 def hold_gpus(
     num_gpus: int, report_waiting: Callable[[str], None], *, should_hold_all_free: bool = False
 ) -> Iterator[tuple[dict[str, str], Sequence[int]]]:
-    """Hold `num_gpus` GPUs (all GPUs if there are fewer) during the block; yield the environment variable that selects
-    them and the lock descriptors that the worker inherits.
-
-    With `should_hold_all_free`, hold all free GPUs. On a machine without GPUs, yield empty values. `report_waiting` is
-    called with the reason, repeatedly, and may raise to stop waiting."""
+    """Hold `num_gpus` GPUs (all GPUs if there are fewer, with `should_hold_all_free` all free ones) during the block;
+    yield the environment variable that selects them and the lock descriptors that the worker inherits, on a machine
+    without GPUs empty values. `report_waiting` is called repeatedly with the reason, and may raise to stop waiting."""
     gpu_uuid_by_device = map_device_entries_to_uuids() if num_gpus else {}
     if gpu_uuid_by_device:
         try:  # test whether this user can lock files in the cache folder

@@ -19,8 +19,7 @@ MAX_HEARTBEAT_AGE_SECONDS = 600.0  # a stage on another machine counts as dead i
 _KILL_TIMEOUT_SECONDS = 5.0
 CHECK_FOLDER_PREFIX = "cosmos-look-"  # prefix of the temporary folders of `cosmos check`
 _SCRATCH_FOLDER_PREFIX = "cosmos-"
-_SCRATCH_FOLDER_PATTERN = re.compile(rf"{_SCRATCH_FOLDER_PREFIX}[0-9a-f]{{12}}")
-_ORPHAN_PATTERN = re.compile(rf"{_SCRATCH_FOLDER_PREFIX}(look-|ray-)?[0-9a-f]{{12}}")
+_ORPHAN_PATTERN = re.compile(rf"{_SCRATCH_FOLDER_PREFIX}(look-|ray-)?([0-9a-f]{{12}})")
 
 
 def find_attempt_processes(attempt_id: str) -> list[psutil.Process]:
@@ -63,9 +62,9 @@ def remove_orphans() -> None:
     temporary_folders = Path(tempfile.gettempdir()).glob(f"{_SCRATCH_FOLDER_PREFIX}*")
     socket_folder_pattern = locate_socket_folder("?" * 12)
     for folder in (*temporary_folders, *socket_folder_pattern.parent.glob(socket_folder_pattern.name)):
-        if _ORPHAN_PATTERN.fullmatch(folder.name) and not is_folder_locked(folder):
-            if _SCRATCH_FOLDER_PATTERN.fullmatch(folder.name):
-                kill_attempt(folder.name.removeprefix(_SCRATCH_FOLDER_PREFIX))
+        if (name_match := _ORPHAN_PATTERN.fullmatch(folder.name)) and not is_folder_locked(folder):
+            if not name_match[1]:  # the folder has the temporary files of an attempt
+                kill_attempt(name_match[2])
             shutil.rmtree(folder, ignore_errors=True)
 
 

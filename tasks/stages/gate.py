@@ -33,12 +33,8 @@ KIND = StageKind(
 
 
 def run(stage: Stage) -> Outcome:
-    """Check every condition of the gate against the metrics of the stages in `after`.
-
-    Raises:
-        GateFailed: a condition does not hold; the message contains the measured value.
-        ConfigError: a condition names a metric that no stage in `after` reported.
-    """
+    """Check every condition of the gate against the metrics of the stages in `after`. Raises `GateFailed` with the
+    measured value if a condition does not hold, and `ConfigError` if no stage in `after` reported its metric."""
     conditions = list(map(parse_condition, stage.config.require))
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
     needs_record = stage.config.target and any(each.needs_published_model for each in conditions)

@@ -23,12 +23,9 @@ KIND = StageKind(
 
 def run(stage: Stage) -> Outcome:
     """Compare the branches of a sweep, and link the model of the best branch into the folder of this stage, so that the
-    model is kept when the branches are removed.
-
-    The result does not mention the other branches, so that later stages keep their fingerprints while the best branch
-    stays the same. Raises `ConfigError` if a branch did not report the metric, and `GateFailed` if the metric is NaN in
-    all branches.
-    """
+    model is kept when the branches are removed. The result does not mention the other branches, so that later stages
+    keep their fingerprints while the best branch stays the same. Raises `ConfigError` if a branch did not report the
+    metric, and `GateFailed` if the metric is NaN in all branches."""
     sweep = stage.config.sweep
     assert sweep is not None  # a select stage without the key `sweep` is refused earlier
     metrics_by_branch: dict[tuple[str, ...], dict[str, float]] = {}
