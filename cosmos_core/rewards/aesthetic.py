@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.clip_model import ClipModel
+from cosmos_core.rewards.clip_model import DEFAULT_CLIP_MODEL, ClipModel
 from cosmos_core.rewards.images import middle_image
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, score_item
-
-_DEFAULT_MODEL = "openai/clip-vit-large-patch14"
 
 
 class AestheticReward:
@@ -27,7 +25,7 @@ class AestheticReward:
                 "the reward 'aesthetic' needs predictor, in [custom.aesthetic] of a recipe or in options of a service: "
                 "the file of LAION's layers over CLIP, such as sac+logos+ava1-l14-linearMSE.pth, or as safetensors"
             )
-        self._clip_model = ClipModel("aesthetic", settings, _DEFAULT_MODEL)
+        self._clip_model = ClipModel("aesthetic", settings, DEFAULT_CLIP_MODEL)
         self._linear_layers = _load_linear_layers(predictor_file, self._clip_model.device)
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:

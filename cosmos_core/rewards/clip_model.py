@@ -10,6 +10,7 @@ from cosmos_core.errors import RewardError
 from cosmos_core.rewards.images import middle_image
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, require_packages
 
+DEFAULT_CLIP_MODEL = "openai/clip-vit-large-patch14"
 _MAX_TEXT_TOKENS = 77
 
 

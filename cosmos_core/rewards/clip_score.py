@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from cosmos_core.rewards.base import ScoreAndMetrics
-from cosmos_core.rewards.clip_model import ClipModel
+from cosmos_core.rewards.clip_model import DEFAULT_CLIP_MODEL, ClipModel
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, score_item
 
-_DEFAULT_MODEL = "openai/clip-vit-large-patch14"
 _CLIP_SCORE_WEIGHT = 2.5
 
 
@@ -15,7 +14,7 @@ class ClipScoreReward:
     """Reward model that returns the CLIPScore as `clip_score`."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
-        self._clip_model = ClipModel("clip_score", settings, _DEFAULT_MODEL)
+        self._clip_model = ClipModel("clip_score", settings, DEFAULT_CLIP_MODEL)
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         cosines = self._clip_model.prompt_image_similarities(items)

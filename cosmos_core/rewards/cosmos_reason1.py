@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from cosmos_core.rewards.clip_model import select_device, translate_loading_errors
-from cosmos_core.rewards.images import to_frames
+from cosmos_core.rewards.images import DEFAULT_FPS, to_frames
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, require_packages
 
 _DEFAULT_MODEL = "nvidia/Cosmos-Reason1-7B-Reward"
@@ -29,7 +29,6 @@ _DEFAULT_SYSTEM_PROMPT = (
 _JUDGE_QUESTION = "Does the video contain any anomalies or artifacts?"
 _MAX_FRAMES = 160
 _MAX_VIDEO_TOKENS = 9216
-_DEFAULT_FPS = 16.0
 _VIDEO_PAD_TOKEN = "<|video_pad|>"
 _VIDEO_TOKEN_TYPE = 2
 """Value of `mm_token_type_ids` for tokens that are placeholders of video patches."""
@@ -69,7 +68,7 @@ class CosmosReason1Reward:
         """Return the scores of each video; an image counts as a video of one frame."""
         score_columns: ScoreColumns = {"prediction": [], "no_score": [], "yes_logit": [], "no_logit": []}
         for item in items:
-            fps = float(item.info.get("video_fps") or _DEFAULT_FPS)
+            fps = float(item.info.get("video_fps") or DEFAULT_FPS)
             yes_logit, no_logit = self._compute_logits(to_frames(item.media), fps)
             score_columns["prediction"].append("Bad" if yes_logit > no_logit else "Good")
             score_columns["no_score"].append(1 / (1 + math.exp(min(yes_logit - no_logit, 700.0))))

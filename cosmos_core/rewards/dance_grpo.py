@@ -17,12 +17,11 @@ import numpy as np
 
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.clip_model import select_device
-from cosmos_core.rewards.images import to_frames
+from cosmos_core.rewards.images import DEFAULT_FPS, to_frames
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, require_packages
 
 _INSTALL_HINT = "install av and DanceGRPO's fastvideo in their own environment and name that in venv_python"
 _SCORE_KEY_BY_VIDEOALIGN_NAME = {"VQ": "vq_reward", "MQ": "mq_reward", "TA": "ta_reward", "Overall": "overall_reward"}
-_DEFAULT_FPS = 16.0
 
 
 class DanceGrpoReward:
@@ -49,7 +48,7 @@ class DanceGrpoReward:
         with tempfile.TemporaryDirectory() as folder:
             for i, item in enumerate(items):
                 video_file = Path(folder, f"{i}.mp4")
-                write_video(video_file, item.media, float(item.info.get("video_fps") or _DEFAULT_FPS))
+                write_video(video_file, item.media, float(item.info.get("video_fps") or DEFAULT_FPS))
                 [score_by_videoalign_name] = self._inferencer.reward([str(video_file)], [item.prompt], use_norm=True)
                 for name, key in _SCORE_KEY_BY_VIDEOALIGN_NAME.items():
                     score_columns[key].append(float(score_by_videoalign_name[name]))

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from cosmos_core.rewards.clip_model import ClipModel, select_device, translate_loading_errors
+from cosmos_core.rewards.clip_model import DEFAULT_CLIP_MODEL, ClipModel, select_device, translate_loading_errors
 from cosmos_core.rewards.images import middle_image
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, require_packages
 
 _DEFAULT_DETECTOR = "facebook/mask2former-swin-small-coco-instance"
-_DEFAULT_CLIP_MODEL = "openai/clip-vit-large-patch14"
 _GENEVAL_TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 _COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 _COLOR_PROMPTS = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
@@ -54,7 +53,7 @@ class GenEvalReward:
         with translate_loading_errors("gen_eval", detector_path):
             self._detector = AutoModelForUniversalSegmentation.from_pretrained(detector_path).to(self._device).eval()
             self._image_processor = AutoImageProcessor.from_pretrained(detector_path)
-        clip_model_path = settings.options.get("clip", _DEFAULT_CLIP_MODEL)
+        clip_model_path = settings.options.get("clip", DEFAULT_CLIP_MODEL)
         clip_settings = RewardModelSettings(clip_model_path, dtype=settings.dtype, device=settings.device)
         self._clip_model = ClipModel("gen_eval", clip_settings, clip_model_path)
 

@@ -5,6 +5,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+DEFAULT_FPS = 16.0
+"""Frames per second of a video whose row has no `video_fps`."""
+
 
 def to_frames(media: Any, max_frames: int = 0) -> list[Image.Image]:
     """Return an image as a list of one frame, or the frames of a video: `max_frames` evenly spaced frames, or all

@@ -28,12 +28,12 @@ from cosmos_core.environment import make_tls_verify
 from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.rewards.base import make_reward_request, to_json_value
 from cosmos_core.rewards.exchange import MissingScoresError, ReplicaState, ServiceEndpoints, ServiceRequest
+from cosmos_core.rewards.images import DEFAULT_FPS
 from cosmos_core.rewards.process import wait_for_futures
 from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.wan_latents import WanVae
 from cosmos_core.types import Group, Score, ScoredGroup
 
-_DEFAULT_FPS = 16.0
 log = logging.getLogger(__name__)
 
 
@@ -166,7 +166,7 @@ class RemoteRewards:
                     request_fields[name] = [request.get(name) for request in requests]
         elif isinstance(media[0], np.ndarray):
             request_fields["media_type"], media_array = self._encode_videos(media)
-            frame_rates = [(request.get("metadata") or {}).get("video_fps") or _DEFAULT_FPS for request in requests]
+            frame_rates = [(request.get("metadata") or {}).get("video_fps") or DEFAULT_FPS for request in requests]
             request_fields["video_infos"] = [{"video_fps": frame_rate} for frame_rate in frame_rates]
         else:
             request_fields["media_type"] = "image"

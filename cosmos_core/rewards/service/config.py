@@ -165,9 +165,8 @@ class ServiceConfig(Table):
     @property
     def ineffective_settings(self) -> list[str]:
         """Return the settings of Cosmos-RL in the file that have no effect in this service."""
-        decode_args, default_decode_args = self.decode_args, DecodeArgs()
-        changed_keys = [key for key in _IGNORED_KEYS if getattr(decode_args, key) != getattr(default_decode_args, key)]
-        keys = [f"decode_args.{key}" for key in changed_keys]
+        decode_args, defaults = self.decode_args, DecodeArgs()
+        keys = [f"decode_args.{key}" for key in _IGNORED_KEYS if getattr(decode_args, key) != getattr(defaults, key)]
         return keys + [f"reward_args.{each.reward_type}.setup_script" for each in self.rewards if each.setup_script]
 
     @property

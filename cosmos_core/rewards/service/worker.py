@@ -131,8 +131,7 @@ def make_items(job: Mapping[str, Any], media_array: np.ndarray) -> list[RewardIn
             additional_fields |= job[name][i] if name in job else {}
         # Fields of the completion, such as `turns`, take precedence over columns of the row.
         additional_fields |= {key: job[name][i] for name, key in _INFO_KEY_BY_REQUEST_FIELD.items() if name in job}
-        for name in ("geneval_only_strict", "ocr_use_gpu"):
-            additional_fields |= {name: job[name]} if name in job else {}
+        additional_fields |= {name: job[name] for name in ("geneval_only_strict", "ocr_use_gpu") if name in job}
         media = None if job["media"] == "text" else _to_media(job["media"], media_array[i])
         items.append(RewardInput(prompt=prompt, media=media, info=additional_fields, **text_fields))
     return items
