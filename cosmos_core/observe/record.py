@@ -189,7 +189,7 @@ class StageRecord:
     def conditions(self) -> list[GateCondition]:
         """Return the conditions of the stage, if it is a gate that has passed or refused; otherwise an empty list."""
         entries = read_json(self.path / CONDITIONS_FILE) if self.status == "refused" else self.info.get("conditions")
-        return parse_documents(entries, GateCondition) if isinstance(entries, list) else []
+        return parse_documents(entries, GateCondition)
 
     @cached_property
     def best_step(self) -> BestStep | None:
@@ -206,18 +206,18 @@ class StageRecord:
     @cached_property
     def ranks(self) -> list[RankHardware]:
         """Return the hardware that each rank of the stage has reported."""
-        rank_entries = read_json(self.path / "facts.json")
-        return parse_documents(rank_entries, RankHardware) if isinstance(rank_entries, list) else []
+        return parse_documents(read_json(self.path / "facts.json"), RankHardware)
 
     @cached_property
     def services(self) -> list[ServiceHealth]:
         """Return the states of the reward services that the stage used."""
-        return parse_documents(read_json_object(self.path / HEALTH).get("services", ()), ServiceHealth)
+        return parse_documents(read_json_object(self.path / HEALTH).get("services"), ServiceHealth)
 
     @cached_property
     def service_restarts(self) -> int:
         """Return the number of restarts of the reward service that was started for the stage."""
-        return int(read_json_object(self.path / HEALTH).get("restarts", 0))
+        num_restarts = read_json_object(self.path / HEALTH).get("restarts")
+        return num_restarts if isinstance(num_restarts, int) else 0
 
     @cached_property
     def events(self) -> list[StageEvent]:

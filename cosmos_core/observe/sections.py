@@ -234,8 +234,7 @@ class ProfiledOperator(JsonDocument):
 def read_slowest_operators(stage: StageRecord) -> list[ProfiledOperator]:
     """Return the operators that took the most time in the newest trace of a stage."""
     trace_files = sorted((stage.path / PROFILES_FOLDER).glob("*.operators.json"), key=lambda path: path.stat().st_mtime)
-    operators = read_json(trace_files[-1]) if trace_files else None
-    return parse_documents(operators, ProfiledOperator)[:_MAX_SHOWN_OPERATORS] if isinstance(operators, list) else []
+    return parse_documents(read_json(trace_files[-1]), ProfiledOperator)[:_MAX_SHOWN_OPERATORS] if trace_files else []
 
 
 def load_completion_media(sample: LoggedSample) -> list[dict[str, Any]]:

@@ -149,10 +149,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return json_value if isinstance(json_value, dict) else {}
 
 
-def parse_documents(json_values: Iterable[Any], document_class: type[JsonDocumentT]) -> list[JsonDocumentT]:
-    """Return the JSON values that match `document_class`, as instances of it; skip all other values."""
+def parse_documents(json_value_list: Any, document_class: type[JsonDocumentT]) -> list[JsonDocumentT]:
+    """Return the values of a JSON list that match `document_class`, as instances of it; empty if it is no list."""
     documents = []
-    for json_value in json_values:
+    for json_value in json_value_list if isinstance(json_value_list, list) else ():
         with suppress(ValueError):
             documents.append(document_class.model_validate(json_value))
     return documents

@@ -99,7 +99,7 @@ def collect_lineage(stage_path: Path) -> list[LineageEntry]:
         gpu_seconds = float(result.get("gpu_seconds", 0.0))
         name, kind_name = result["name"], result["kind"]
         lineage.append(LineageEntry(depth, name, kind_name, result["digest"], run_label, content_status, gpu_seconds))
-        for source in parse_documents(result.get("sources", ()), ExternalSource):
+        for source in parse_documents(result.get("sources"), ExternalSource):
             name, source_status = Path(source.name).name, _check_source(source)
             lineage.append(LineageEntry(depth + 1, name, source.kind, source.digest, source.name, source_status))
         for name, input_record in reversed(result["inputs"].items()):

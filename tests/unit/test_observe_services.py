@@ -20,5 +20,6 @@ def test_the_page_says_how_the_reward_service_of_a_stage_was(tmp_path: Path) -> 
     assert "http://rewards:8080 degraded ocr 320 2 1 3 4 61.5 429: 7" in text
     assert "http://theirs:8080 tells nothing" in text
     assert "The service was started again 2 times." in text
-    write(run / "stages" / "grpo" / "reward_service.json", {"services": [HOSTILE, 7]})
-    assert "<script" not in report.build_report(run)
+    for damaged in ({"services": [HOSTILE, 7]}, {"services": 7}, {"services": [], "restarts": "many"}):
+        write(run / "stages" / "grpo" / "reward_service.json", damaged)
+        assert "<script" not in report.build_report(run)
