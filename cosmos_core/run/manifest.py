@@ -88,7 +88,10 @@ def commit_manifest(
         if not isinstance(value, Real) or isinstance(value, bool):
             raise ConfigError(f"stage {name!r} returned the metric {key} = {value!r}; a metric is a number")
         metrics[key] = value if isinstance(value, int) else float(value)  # json cannot encode numbers of NumPy
-    info = _with_relative_paths(stage_path, stage_outcome.info)
+    # Make the paths of model and data relative, so that they stay valid when another run adopts the outputs.
+    info = stage_outcome.info
+    absolute_paths = {key: str(info[key]) for key in ("model", "data") if os.path.isabs(str(info.get(key)))}
+    info = info | {key: _find_relative_path(stage_path, path) or path for key, path in absolute_paths.items()}
     try:
         tomli_w.dumps(without_none(dict(info)))
         json.dumps(info)
@@ -206,13 +209,6 @@ def _find_relative_path(stage_path: Path, output: str | Path) -> str:
     """Return the path of an output relative to the folder of its stage; empty if it is not below the folder."""
     relative_path = os.path.relpath(stage_path / output, stage_path)
     return "" if relative_path.split(os.sep)[0] in {os.curdir, os.pardir} else relative_path
-
-
-def _with_relative_paths(stage_path: Path, info: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return `info` with the paths of model and data made relative if they are below the folder of the stage: a
-    relative path stays valid when another run adopts the outputs."""
-    absolute_paths = {key: str(info[key]) for key in ("model", "data") if os.path.isabs(str(info.get(key)))}
-    return info | {key: _find_relative_path(stage_path, Path(path)) or path for key, path in absolute_paths.items()}
 
 
 def _replace_folder_links(stage_path: Path, output_path: Path) -> None:

@@ -66,8 +66,7 @@ def counts(model: Path, recipe_: Recipe, prepared: Path | None = None) -> Traini
     this model, algorithm and reference: a trace is what takes long."""
 
     def trace_once(recipe: Recipe, path: str, *rest: Any) -> Any:
-        policy = recipe.train.train_policy
-        key = path, policy.trainer_type, policy.auxiliary_model_names
+        key = path, recipe.train.train_policy.trainer_type, recipe.train.train_policy.auxiliary_model_names
         if key not in _TRACES:
             _TRACES[key] = _trace_memory(recipe, path, *rest)
         return _TRACES[key]
