@@ -17,6 +17,7 @@ import pytest
 from cosmos_core import cli_train
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import Cancelled, ConfigError, DataError, UploadError
+from cosmos_core.launch.check import check_stages_in_worker
 from cosmos_core.launch.estimate import estimate_stages_in_worker
 from cosmos_core.launch.worker import AttemptSettings
 from cosmos_core.run.bucket import Bucket, translate_errors
@@ -81,6 +82,30 @@ def test_an_estimate_reads_the_models_and_rows_that_lie_in_a_store(
     for stage in stages:
         assert (Path(stage.model) / "config").read_text() == "{}"
         assert Path(stage.recipe.train.train_policy.dataset.name).read_text() == "1"
+
+
+def test_a_check_reads_the_teacher_in_a_store_also_behind_another_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = put("check-teacher", config="{}")
+    recipe = '[policy]\nmodel_name_or_path = "model"\n[train.train_policy]\ndataset.name = "rows.jsonl"\n'
+    (tmp_path / "sft.toml").write_text(recipe + 'type = "sft"\n')
+    distillation = f'[distillation]\nenable = true\nmodel_name_or_path = "{teacher}"\n'
+    (tmp_path / "rl.toml").write_text(recipe + f'type = "grpo"\nreward_function = "exact_match"\n{distillation}')
+    (tmp_path / "both.toml").write_text(
+        '[[pipeline.stages]]\nname = "sft"\nkind = "sft"\nrecipe = "sft.toml"\n'
+        '[[pipeline.stages]]\nname = "rl"\nkind = "rl"\nrecipe = "rl.toml"\nafter = ["sft"]\nmodel = "stage:sft"\n'
+    )
+    teachers: dict[str, str] = {}
+
+    def find_nothing(settings: AttemptSettings) -> Any:
+        stage = load_stage(settings.stage_path)
+        teachers[stage.name] = stage.recipe.distillation.model_name_or_path
+        return {"info": {"found": "nothing"}}
+
+    monkeypatch.setattr("cosmos_core.launch.check.run_attempt", find_nothing)
+    list(check_stages_in_worker(load_pipeline(tmp_path / "both.toml", ["pipeline.threads=1"], all_kinds())))
+    assert (Path(teachers["rl"]) / "config").read_text() == "{}"
 
 
 def test_a_whole_bucket_is_a_folder(tmp_path: Path) -> None:
