@@ -261,7 +261,7 @@ class _TrainingSetup:
         )  # fmt: skip
         self._exit_stack.callback(checkpointer.close)
         if self._train_config.resume is True:
-            adopt_checkpoint(stage, stage.checkpoint_fingerprint)
+            adopt_checkpoint(stage)
         return checkpointer
 
 
