@@ -154,7 +154,7 @@ def find_secrets(settings: Any, keys: tuple[str, ...] = ()) -> Iterator[str]:
 
 def mask_named_secrets(parameters: Any, keys: tuple[str, ...] = ()) -> Any:
     """Return parameters of a flow with `***` for each string whose key, or a key above it, names a credential, or that
-    looks like a secret. Names such as `sort_key` and `stop_tokens` name no credential, and `key`, `keys` and `tokens`
+    looks like a secret. Names such as "sort_key" and "stop_tokens" name no credential, and `key`, `keys` and `tokens`
     alone do so only for a word with a digit in a table of names, as in `keys = {"openai": "k1-22"}`."""
     if isinstance(parameters, Mapping):
         return {key: mask_named_secrets(value, (*keys, str(key))) for key, value in parameters.items()}
