@@ -176,7 +176,7 @@ class Checkpointer:
         return {name: shard._replace(tensor=host_tensors[name]) for name, shard in tensors.items()}
 
     def _commit_checkpoint(self, step: int, records_by_rank: list[dict[str, Any]]) -> None:
-        """Move the files of all ranks into place, and write the manifest with the `records_by_rank` of their files."""
+        """Move all ranks' files into the checkpoint's folder, and write the manifest with their `records_by_rank`."""
         final_folder = step_folder(self._folder, step)
         with replace_folder(final_folder) as temporary_folder:
             policy_folder = temporary_folder / "policy"

@@ -63,27 +63,22 @@ class FlowSamplerEngine(ModuleEngine):
         return self._denoiser.mesh.dp.size() if self._denoiser.mesh else 1
 
     def _sample_by_shape(self, rows: Sequence[_CompletionRow], sampling: Sampling, step: int) -> list[DiffusionSample]:
-        """Return the samples of `rows`, in order, on all ranks; rows are batched by the shapes of their embeddings."""
+        """Return the samples of `rows`, in order, on all ranks. A batch of rows with embeddings of equal shapes is
+        distributed over the ranks; a rank without a row samples the first one, because all ranks call the denoiser."""
+        mesh, num_ranks = self._denoiser.mesh, self._num_ranks
         indices_by_shape: dict[tuple[Any, ...], list[int]] = {}
         for i, (prompt, _) in enumerate(rows):
             embedding_shapes = tuple((name, tuple(tensor.shape)) for name, tensor in sorted(prompt.embedding.items()))
             indices_by_shape.setdefault(embedding_shapes, []).append(i)
         samples: dict[int, DiffusionSample] = {}
         for indices in indices_by_shape.values():
-            samples |= zip(indices, self._sample_on_ranks([rows[i] for i in indices], sampling, step), strict=True)
+            batch = [rows[i] for i in indices]
+            local_rows = mesh.select_local_items(batch) if mesh else batch
+            padding_rows = [batch[0]] * (-(-len(batch) // num_ranks) - len(local_rows))
+            local_samples = self._sample_locally([*local_rows, *padding_rows], sampling, step)[: len(local_rows)]
+            samples_by_rank = mesh.all_gather_object(local_samples) if mesh else [local_samples]
+            samples |= {i: samples_by_rank[k % num_ranks][k // num_ranks] for k, i in enumerate(indices)}
         return [samples[i] for i in range(len(rows))]
-
-    def _sample_on_ranks(self, rows: Sequence[_CompletionRow], sampling: Sampling, step: int) -> list[DiffusionSample]:
-        """Distribute rows over the ranks, and return all samples, in order, on all ranks. A rank without a row samples
-        the first row, because all ranks take part in each call of the denoiser."""
-        mesh = self._denoiser.mesh
-        if mesh is None:
-            return self._sample_locally(rows, sampling, step)
-        local_rows = mesh.select_local_items(rows)
-        num_padding_rows = -(-len(rows) // self._num_ranks) - len(local_rows)
-        samples = self._sample_locally([*local_rows, *[rows[0]] * num_padding_rows], sampling, step)
-        samples_by_rank = mesh.all_gather_object(samples[: len(local_rows)])
-        return [samples_by_rank[i % self._num_ranks][i // self._num_ranks] for i in range(len(rows))]
 
     def _make_conditioning_frames(
         self, rows: Sequence[_CompletionRow], sampling: Sampling, step: int, latent_shape: Sequence[int]
