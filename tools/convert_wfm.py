@@ -19,13 +19,13 @@ from typing import Annotated, Any
 
 import tomli_w
 from jinja2 import Environment, StrictUndefined
-from pydantic import Field, create_model
+from pydantic import Field, NonNegativeInt, PositiveFloat, create_model
 
 from cosmos_core.config.load import TomlTable, merge_tables, parse_table, read_toml, short_text, without_none
 from cosmos_core.config.schema.declared import FIELD_TYPES, field_definition
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import Table, all_fields
-from cosmos_core.config.schema.value_types import Fraction, NonNegativeInt, PositiveFloat
+from cosmos_core.config.schema.value_types import Fraction
 from cosmos_core.errors import ConfigError
 
 DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))

@@ -29,8 +29,7 @@ class AlgorithmConfig(Table):
     algorithm: ClassVar[str]
     """Value of `trainer_type` that selects the table."""
     rows: ClassVar[str]
-    """Kind of rows that the `prepare` stage makes for the algorithm: the name of a file of
-    `cosmos_core/data/kinds/`."""
+    """Kind of rows that the `prepare` stage makes for the algorithm: a file name in `cosmos_core/data/kinds/`."""
     num_sequences_per_row: ClassVar[int] = 1
     """Number of token sequences in a row."""
     allows_validation_completions: ClassVar[bool] = True
@@ -156,7 +155,6 @@ class AlgorithmConfig(Table):
         return ()
 
     @field_validator("dataloader_prefetch_factor")
-    @classmethod
     def _require_workers_for_prefetch(cls, prefetch_factor: int | None, info: ValidationInfo) -> int | None:
         return prefetch_factor if info.data.get("dataloader_num_workers") else None
 
@@ -189,16 +187,13 @@ class AlgorithmConfig(Table):
         return self
 
     @model_validator(mode="before")
-    @classmethod
     def _refuse_keys_of_other_algorithms(cls, table: Any) -> Any:
         """Refuse a key of another algorithm with a message that names that algorithm."""
         for name in (name for name in table if name not in cls.model_fields) if isinstance(table, dict) else ():
             for other_algorithm in _algorithm_tables():
                 if other_algorithm.__base__ in {cls, cls.__base__} and name in other_algorithm.model_fields:
-                    raise ValueError(
-                        f"{name} needs trainer_type = {other_algorithm.algorithm!r}, not {cls.algorithm!r}; set it or "
-                        f"leave {name} out"
-                    )
+                    rule = f"needs trainer_type = {other_algorithm.algorithm!r}, not {cls.algorithm!r}"
+                    raise ValueError(f"{name} {rule}; set it or leave {name} out")
         return table
 
 

@@ -19,19 +19,16 @@ class CheckpointConfig(Table):
     save_freq_in_epoch: Annotated[int, FieldUnit("epochs"), ResultNeutral] = 0
     """Number of epochs between two checkpoints, in place of `save_freq`; 0 or less: off."""
     save_mode: Annotated[Literal["sync", "async"], ResultNeutral] = "async"
-    """Mode of saving. `async`: training continues while a checkpoint is written, and at most one is written at a time.
-    `sync`: training waits."""
+    """Mode of saving. `async`: training continues while one checkpoint at a time is written. `sync`: it waits."""
     max_keep: Annotated[int, FieldUnit("checkpoints"), ResultNeutral] = 5
     """Number of newest checkpoints to keep in addition to the best; -1: all."""
     export_safetensors: Annotated[bool, ResultNeutral] = True
-    """Add an `export` stage to a recipe without stages: it writes the model in safetensors format and verifies that
-    the files can be loaded."""
+    """Add to a recipe without stages an `export` stage, which writes safetensors and verifies that they load."""
     upload_hf: Annotated[bool, ResultNeutral] = False
     """Publish the export of the last training on the Hugging Face Hub, in a stage `NAME-hub` after it. A new repository
     is private; each run is a commit with a tag. The token is `HF_TOKEN` in the environment."""
     hf_repo_name: Annotated[str, EnabledBy("upload_hf"), ResultNeutral] = "Comos-Reason1"
-    """Repository on the Hub, `OWNER/NAME`, or `NAME` in the account of the token; the default is spelt as in
-    Cosmos-RL."""
+    """Repository on the Hub: `OWNER/NAME`, or `NAME` of the token's account; the default is spelt as in Cosmos-RL."""
     upload_s3: Annotated[bool | str, ResultNeutral] = False
     """Publish in an S3-compatible store: false, `final` (the export, in a stage `NAME-s3` after it) or `all` (also each
     checkpoint during the training). Credentials are environment variables: `PROD_S3_CHECKPOINT_*`, as in Cosmos-RL, or
@@ -54,14 +51,12 @@ class CheckpointConfig(Table):
         return {stage_suffix: url for stage_suffix, url in urls_by_suffix.items() if url}
 
     @field_validator("max_keep")
-    @classmethod
     def _require_one_checkpoint(cls, max_keep: int) -> int:
         if max_keep == 0 or max_keep < -1:
             raise ValueError(f"max_keep = {max_keep} must be -1 (all) or at least 1")
         return max_keep
 
     @field_validator("upload_s3")
-    @classmethod
     def _normalise_upload_setting(cls, upload_setting: bool | str) -> bool | str:
         if upload_setting not in {False, "", "final", "all"}:
             raise ValueError(f"upload_s3 = {upload_setting!r} must be false, 'final' or 'all'")
@@ -70,10 +65,8 @@ class CheckpointConfig(Table):
     @model_validator(mode="after")
     def _check_upload_targets(self) -> Self:
         if self.save_freq <= 0 and self.save_freq_in_epoch <= 0:
-            raise ValueError(
-                f"save_freq = {self.save_freq} must be at least 1 unless save_freq_in_epoch (= "
-                f"{self.save_freq_in_epoch}) is"
-            )
+            exception = f"unless save_freq_in_epoch (= {self.save_freq_in_epoch}) is"
+            raise ValueError(f"save_freq = {self.save_freq} must be at least 1 {exception}")
         if self.upload_s3 and not self.s3_bucket:
             remedy_text = "name the bucket or set upload_s3 = false"
             raise ValueError(f"upload_s3 = {self.upload_s3!r} needs s3_bucket; {remedy_text}")

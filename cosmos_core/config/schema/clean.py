@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.field_metadata import FieldUnit, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import Fraction, PositiveInt, SplitNames
+from cosmos_core.config.schema.value_types import Fraction, SplitNames
 
 BENCHMARKS_KEY = "train.train_policy.clean.decontaminate_against"
 """Key of the benchmarks whose text training rows must not contain."""
@@ -19,8 +19,7 @@ class BenchmarkRowsConfig(Table):
 
     # `repr=False`, because the repr enters the fingerprint, which includes the content of the rows but not their name.
     name: Annotated[str, ResultNeutral, ReferenceKind.PATH, Field(min_length=1, repr=False)]
-    """Path, URL or Hub id of the rows, as in `dataset.name`, or `stage:NAME` of a stage that makes rows of text; every
-    text in every column is compared."""
+    """Path, URL or Hub id of the rows, or `stage:NAME` of a stage that makes text; every text in them is compared."""
     subset: str = ""
     """Configuration name of the data set on the Hub; empty: the default configuration."""
     revision: str = ""
@@ -59,8 +58,7 @@ class CleanConfig(Table):
     """Lowest Jaccard similarity of near duplicates, over pairs of consecutive words; a later row is a duplicate of an
     earlier one. 0: only rows of equal texts."""
     action: Literal["report", "drop"] = "report"
-    """What happens to duplicates and to rows that contain a benchmark's text: `report` keeps them, `drop` leaves them
-    out."""
+    """Action on duplicates and on rows that contain a benchmark's text: `report` keeps them, `drop` leaves them out."""
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if stage.recipe.policy.is_diffusers:

@@ -2,10 +2,12 @@
 
 from typing import Annotated
 
+from pydantic import NonNegativeFloat
+
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.field_metadata import ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.value_types import Fraction, NonNegativeFloat, RowCount, SplitNames
+from cosmos_core.config.schema.value_types import Fraction, RowCount, SplitNames
 
 
 class DataTermConfig(Table):
@@ -13,8 +15,7 @@ class DataTermConfig(Table):
     algorithm and variant. The seed and the step number determine the rows of a step, also if a run is resumed."""
 
     name: Annotated[str, ResultNeutral, ReferenceKind.PATH] = ""
-    """Path, URL or Hub id of a data set of conversations or texts, as in `dataset.name`; empty: no supervised loss is
-    added."""
+    """Path, URL or Hub id of a data set of conversations or texts, as in `dataset.name`; empty: no supervised loss."""
     subset: str = ""
     """Configuration name of the data set on the Hub; empty: the default configuration."""
     revision: str = ""

@@ -6,10 +6,10 @@ left out), `unit` and `means` (the description).
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, NonNegativeFloat, PositiveInt, TypeAdapter
 
 from cosmos_core.config.schema.field_metadata import FieldUnit
-from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveInt, StringOrList
+from cosmos_core.config.schema.value_types import StringOrList
 
 FIELD_TYPES: dict[str, Any] = {
     "switch": bool, "text": str, "integer": int, "count": PositiveInt, "not below 0": NonNegativeFloat,

@@ -36,10 +36,8 @@ class DiffusionNftConfig(FlowPolicyConfig):
         yield from super().unsupported_setting_errors(stage)
         diffusers_config = stage.recipe.policy.diffusers
         if diffusers_config.flow_rl.exp_reward:
-            yield (
-                "policy.diffusers.flow_rl.exp_reward = true makes all advantages negative, of which DiffusionNFT would "
-                "learn that every sample is bad; leave it out"
-            )
+            reason = "makes all advantages negative, of which DiffusionNFT would learn that every sample is bad"
+            yield f"policy.diffusers.flow_rl.exp_reward = true {reason}; leave it out"
         if self.advantage_high <= 0:
             yield f"train.train_policy.advantage_high = {self.advantage_high} is a scale; make it positive"
         if int(diffusers_config.timesteps_fraction * diffusers_config.sample.num_steps) < 1:

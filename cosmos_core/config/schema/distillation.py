@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import ValidationInfo, field_validator
+from pydantic import NonNegativeFloat, ValidationInfo, field_validator
 
 from cosmos_core.config.schema.field_metadata import EnabledBy, FieldUnit
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import DType, Fraction, ModelName, NonNegativeFloat, RowCount, TokenCount
+from cosmos_core.config.schema.value_types import DType, Fraction, ModelName, RowCount, TokenCount
 
 
 class TeacherParallelismConfig(Table):
@@ -21,8 +21,7 @@ class DistillationConfig(Table):
     enabling_field = "enable"
 
     enable: bool = False
-    """Train on the log-probabilities of a teacher in place of rewards: forces `bypass_reward`; validation keeps its
-    rewards."""
+    """Train on a teacher's log-probabilities instead of rewards: forces `bypass_reward` except in validation."""
     parallelism: TeacherParallelismConfig = TeacherParallelismConfig()
     """Device mesh of the teacher."""
     model_name_or_path: ModelName = "Qwen/Qwen2.5-VL-7B-Instruct"
@@ -42,8 +41,7 @@ class DistillationConfig(Table):
     """Whether the gathered weights of a teacher's block are freed after its forward pass; with `never` they are freed
     when all samples of a train step are scored."""
     max_token_len_per_mini_batch: TokenCount | None = None
-    """Maximum number of tokens of a micro-batch of the teacher, padding included, in place of `mini_batch`; None:
-    `mini_batch` sequences."""
+    """Maximum number of tokens of a micro-batch of the teacher, padding included; None: `mini_batch` sequences."""
     sequence_packing: bool = False
     """Concatenate the sequences of a micro-batch of the teacher without padding."""
     mini_batch: RowCount = 1
@@ -51,11 +49,9 @@ class DistillationConfig(Table):
     kl_penalty_coef: NonNegativeFloat = 1.0
     """Weight of the teacher's penalty in the advantage, or with `top_k` of the divergence in the loss."""
     kl_discount_factor: Fraction = 0.0
-    """Discount of the penalties of later tokens in the advantage of a token: 1 gives the gradient of the completion's
-    KL, 0 that of the token's own KL."""
+    """Discount of later penalties in a token's advantage: 1: gradient of the completion's KL, 0: of its own KL."""
     include_prompt: bool = False
-    """Also train on the tokens of the prompt. The policy did not sample these tokens, so the advantage of a prompt
-    token is its own penalty only."""
+    """Also train on prompt tokens, which the policy did not sample: their advantage is their own penalty only."""
     top_k: Annotated[int, FieldUnit("tokens")] = 0
     """Number of tokens of the teacher's distribution in the loss. 0 or less: the advantage of a token decreases by log
     policy - log teacher (reverse KL). Otherwise the loss is the Jensen-Shannon divergence over this many tokens and one
@@ -63,16 +59,13 @@ class DistillationConfig(Table):
     jsd_beta: Annotated[Fraction, EnabledBy("top_k")] = 0.5
     """Mixture weight of the Jensen-Shannon divergence with `top_k`: 0 is the forward KL, 1 the reverse KL."""
     trainer_token_ids_from_teacher: bool = True
-    """Take the `top_k` tokens that are most likely under the teacher; False: those that are most likely under the
-    policy before the train step."""
+    """Take the `top_k` tokens most likely under the teacher; False: under the policy before the train step."""
 
     @field_validator("top_k")
-    @classmethod
     def _disable_top_k_without_teacher(cls, top_k: int, info: ValidationInfo) -> int:
         return max(0, top_k) if info.data.get("enable") else 0
 
     @field_validator("trainer_token_ids_from_teacher")
-    @classmethod
     def _disable_teacher_ids_without_top_k(cls, takes_teacher_ids: bool, info: ValidationInfo) -> bool:
         return takes_teacher_ids and info.data.get("top_k", 0) > 0
 
@@ -81,17 +74,13 @@ class DistillationConfig(Table):
         if not stage.kind.trains_model:
             return
         if not isinstance(train_policy, RlConfig) or "causal_lm" not in train_policy.modalities:
-            yield (
-                "distillation.enable = true: a teacher judges completions that the policy draws; set "
-                "train.train_policy.type = 'grpo', or leave [distillation] out"
-            )
+            remedy = "set train.train_policy.type = 'grpo', or leave [distillation] out"
+            yield f"distillation.enable = true: a teacher judges completions that the policy draws; {remedy}"
         if self.include_prompt and getattr(train_policy, "use_rollout_logprobs_for_loss", False):
             yield (
                 "distillation.include_prompt = true excludes train.train_policy.use_rollout_logprobs_for_loss: the "
                 "prompt has no log-probabilities of the rollout; set one of them to false"
             )
         if self.master_dtype != "float32" and self.param_dtype == "float32":
-            yield (
-                f"distillation.param_dtype = 'float32' is wider than distillation.master_dtype = "
-                f"'{self.master_dtype}'; make them equal"
-            )
+            master_text = f"distillation.master_dtype = '{self.master_dtype}'"
+            yield f"distillation.param_dtype = 'float32' is wider than {master_text}; make them equal"

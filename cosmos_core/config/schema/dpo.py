@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveFloat, StringOrList
+from cosmos_core.config.schema.value_types import StringOrList
 
 DpoLossType = Literal[
     "sigmoid", "bco_pair", "sft", "robust", "hinge", "ipo", "apo_zero", "apo_down", "sigmoid_norm", "simpo", "orpo"
@@ -17,8 +17,7 @@ _LOSSES_WITH_SMOOTHING = {"sigmoid", "robust", "simpo"}
 
 
 class DpoLossConfig(Table):
-    """Loss of a pair of responses in DPO. Cosmos-RL has three of these keys in `[custom]`: `dpo_beta`, `dpo_loss_type`,
-    `dpo_loss_weights`."""
+    """Loss of a pair of responses in DPO; three of its keys are in `[custom]` of Cosmos-RL, with the prefix `dpo_`."""
 
     beta: PositiveFloat = 0.1
     """Factor beta in the reward of a response, beta x (its log-probability - that under the reference); in `ipo` the
@@ -38,23 +37,19 @@ class DpoLossConfig(Table):
     simpo_gamma: NonNegativeFloat = 0.5
     """Target margin of `simpo` between the rewards of a pair."""
     reference_free: bool = False
-    """Train without a reference model: a reward is beta x log-probability, as in Cosmos-RL. False: the reference is the
-    model from which the stage starts."""
+    """Train without a reference, as Cosmos-RL: a reward is beta x log-probability. False: it is the initial model."""
 
     @field_validator("loss_type")
-    @classmethod
     def _check_loss_types(cls, loss_types: tuple[str, ...]) -> tuple[str, ...]:
-        unknown_loss_types = [name for name in loss_types if name not in get_args(DpoLossType)]
-        if unknown_loss_types or not loss_types:
+        if not loss_types or not {*loss_types} <= {*get_args(DpoLossType)}:
             raise ValueError(f"loss_type = {list(loss_types)} must be of {', '.join(get_args(DpoLossType))}")
         return loss_types
 
     @model_validator(mode="after")
     def _check_loss_weights(self) -> Self:
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
-            raise ValueError(
-                f"loss_weights = {list(self.loss_weights)} must be one for each of loss_type = {list(self.loss_type)}"
-            )
+            rule = f"must be one for each of loss_type = {list(self.loss_type)}"
+            raise ValueError(f"loss_weights = {list(self.loss_weights)} {rule}")
         if self.label_smoothing and not _LOSSES_WITH_SMOOTHING & {*self.loss_type}:
             raise ValueError(
                 f"label_smoothing = {self.label_smoothing} means nothing with loss_type = {list(self.loss_type)}; it "

@@ -23,8 +23,7 @@ class KeyStatus:
 
 @dataclass(frozen=True)
 class IntroducedIn:
-    """Version that introduced a key: the `first` version of Cosmos-RL that is supported, a `later` version of it, or
-    `ours`, a version of this project."""
+    """Version that introduced a key: the `first` or a `later` version of Cosmos-RL, or `ours` of this project."""
 
     version: Literal["first", "later", "ours"]
 
@@ -94,19 +93,16 @@ OmittedIfEmpty = AffectsResult(True, omits_empty_value=True)
 
 
 def find_metadata(field: FieldInfo, metadata_type: type) -> Any:
-    """Return the object of type `metadata_type` in the `Annotated` metadata of a field; None if there is none."""
-    cached_entry = _METADATA_BY_FIELD.get(id(field))
-    if cached_entry is None:
-        cached_entry = _METADATA_BY_FIELD[id(field)] = field, [*field.metadata, *_metadata_in_union(field.annotation)]
+    """Return the object of type `metadata_type` in the metadata of a field, or of a member of its union, such as
+    `Annotated[int, ...] | None`; None if there is none."""
+    if (cached_entry := _METADATA_BY_FIELD.get(id(field))) is None:
+        is_union = get_origin(field.annotation) in {Union, types.UnionType}
+        members = [each for each in get_args(field.annotation) if is_union and get_origin(each) is Annotated]
+        metadata_in_union = [item for member in members for item in get_args(member)[1:]]
+        cached_entry = _METADATA_BY_FIELD[id(field)] = field, [*field.metadata, *metadata_in_union]
     return next((metadata for metadata in cached_entry[1] if isinstance(metadata, metadata_type)), None)
 
 
 _METADATA_BY_FIELD: dict[int, tuple[FieldInfo, list[Any]]] = {}
 """Cache of the metadata of fields by the `id` of the field, because fields are not hashable; it holds each field, so
 that no other object gets the same `id`."""
-
-
-def _metadata_in_union(type_annotation: Any) -> list[Any]:
-    """Return the metadata inside a union, such as those of `Annotated[int, ...] | None`."""
-    union_members = get_args(type_annotation) if get_origin(type_annotation) in {Union, types.UnionType} else ()
-    return [item for member in union_members if get_origin(member) is Annotated for item in get_args(member)[1:]]

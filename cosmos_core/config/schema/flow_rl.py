@@ -9,7 +9,7 @@ from pydantic import field_validator
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.flow_sampling import STOCHASTIC_SOLVERS
 from cosmos_core.config.schema.grpo import GrpoConfig
-from cosmos_core.config.schema.table import StageContext
+from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import Fraction
 from cosmos_core.types import FlowSampling
 
@@ -40,9 +40,8 @@ class FlowPolicyConfig(GrpoConfig):
     below this fraction of its initial value, or if a reward of weight 0 does so while the total reward rises."""
 
     learns_data: bool = False
-    """Learn also from real images or clips: rows are media with their prompts, and the diffusion loss on them is added
-    to the loss of the rollouts with the weight `policy.diffusers.flow_rl.data_beta` (arXiv 2512.04332). False: rows are
-    prompts."""
+    """Learn also from real images or clips: rows are media with prompts, whose diffusion loss is added to that of the
+    rollouts with the weight `policy.diffusers.flow_rl.data_beta` (arXiv 2512.04332). False: rows are prompts."""
 
     @property
     def rows(self) -> str:  # type: ignore[override]
@@ -50,7 +49,6 @@ class FlowPolicyConfig(GrpoConfig):
         return "media" if self.learns_data else "media_prompts"
 
     @field_validator("mu_iterations")
-    @classmethod
     def _require_one_mu_iteration(cls, mu_iterations: int) -> int:
         if mu_iterations != 1:
             reason = "rollouts of diffusion models are learned once"
@@ -77,53 +75,42 @@ class FlowPolicyConfig(GrpoConfig):
         yield from super().notices(stage)
         for key in self.ineffective_keys:
             *table_names, name = key.split(".")
-            settings_table = reduce(getattr, table_names, stage.recipe.policy.diffusers)
-            default_value = type(settings_table).model_fields[name].default
-            if name in settings_table.model_fields_set and getattr(settings_table, name) != default_value:
+            settings_table: Table = reduce(getattr, table_names, stage.recipe.policy.diffusers)
+            if settings_table.is_set(name):
                 yield f"policy.diffusers.{key} has no effect with trainer_type = {self.trainer_type!r}"
         max_conditioning_frames = stage.recipe.policy.diffusers.flow_rl.max_conditional_frames
         if max_conditioning_frames and self.rows != "media" and stage.kind.trains_model:
-            yield (
-                f"policy.diffusers.flow_rl.max_conditional_frames = {max_conditioning_frames}: rollouts start from "
-                f"text alone, because rows are prompts; train.train_policy.learns_data = true makes them clips"
-            )
+            reason = "rollouts start from text alone, because rows are prompts"
+            remedy = "train.train_policy.learns_data = true makes them clips"
+            yield f"policy.diffusers.flow_rl.max_conditional_frames = {max_conditioning_frames}: {reason}; {remedy}"
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         yield from super().unsupported_setting_errors(stage)
         diffusers_config = stage.recipe.policy.diffusers
         data_beta, max_frames = diffusers_config.flow_rl.data_beta, diffusers_config.flow_rl.max_conditional_frames
         if self.rows == "media" and max_frames:
-            reason = f"rollouts start from policy.diffusers.flow_rl.max_conditional_frames = {max_frames}"
+            rollout_start = f"rollouts start from policy.diffusers.flow_rl.max_conditional_frames = {max_frames}"
             if diffusers_config.train_frames != diffusers_config.inference_frames:
-                yield (
-                    f"policy.diffusers.train_frames = {diffusers_config.train_frames}: {reason} frames of clips, which "
-                    f"must be as long as theirs; set it to inference_frames = {diffusers_config.inference_frames}"
-                )
+                reason = f"{rollout_start} frames of clips, which must be as long as theirs"
+                remedy = f"set it to inference_frames = {diffusers_config.inference_frames}"
+                yield f"policy.diffusers.train_frames = {diffusers_config.train_frames}: {reason}; {remedy}"
             if self.dataset.aspect_ratio_buckets:
-                yield (
-                    f"train.train_policy.dataset.aspect_ratio_buckets = true: {reason} frames of clips, which "
-                    f"must have the size of theirs; set it to false"
-                )
+                reason = f"{rollout_start} frames of clips, which must have the size of theirs"
+                yield f"train.train_policy.dataset.aspect_ratio_buckets = true: {reason}; set it to false"
         if self.rows == "media" and not data_beta:
             yield "policy.diffusers.flow_rl.data_beta = 0 leaves out the real images or clips; set it to about 0.01"
         if self.rows != "media" and data_beta:
-            yield (
-                f"policy.diffusers.flow_rl.data_beta = {data_beta}: without train.train_policy.learns_data = true the "
-                f"rows are prompts alone; set it, and give images or clips with their prompts"
-            )
+            reason = "without train.train_policy.learns_data = true the rows are prompts alone"
+            remedy = "set it, and give images or clips with their prompts"
+            yield f"policy.diffusers.flow_rl.data_beta = {data_beta}: {reason}; {remedy}"
         if stage.recipe.mode != "colocated":
-            yield (
-                f"mode = {stage.recipe.mode!r}: images and videos are drawn by the ranks that train; set it to "
-                f"'colocated'"
-            )
+            remedy = "set it to 'colocated'"
+            yield f"mode = {stage.recipe.mode!r}: images and videos are drawn by the ranks that train; {remedy}"
         if self.bypass_reward and stage.kind.trains_model and not stage.recipe.distillation.enable:
-            yield (
-                f"train.train_policy.bypass_reward = true makes all rewards equal, of which {self.trainer_type} learns "
-                f"nothing; leave it out"
-            )
+            reason = f"makes all rewards equal, of which {self.trainer_type} learns nothing"
+            yield f"train.train_policy.bypass_reward = true {reason}; leave it out"
         unused_keys = {*GrpoConfig.__annotations__, *_TEXT_ROW_KEYS} - {*self.used_keys, "trainer_type"}
         unused_keys |= set() if self.variant in {"grpo", "dapo"} else {"variant"}
-        for name in sorted(self.model_fields_set & unused_keys & set(GrpoConfig.model_fields)):
-            if getattr(self, name) != GrpoConfig.model_fields[name].default:
-                key = f"train.train_policy.{name}"
-                yield f"{key} has no meaning with trainer_type = {self.trainer_type!r}; leave it out"
+        for name in sorted(filter(self.is_set, unused_keys & set(GrpoConfig.model_fields))):
+            key = f"train.train_policy.{name}"
+            yield f"{key} has no meaning with trainer_type = {self.trainer_type!r}; leave it out"

@@ -3,19 +3,13 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.data_term import DataTermConfig
 from cosmos_core.config.schema.field_metadata import EnabledBy, ReferenceKind, SupportedValues
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.table import StageContext, add_notice
-from cosmos_core.config.schema.value_types import (
-    NameOrImportPath,
-    NonNegativeFloat,
-    PositiveFloat,
-    StepCount,
-    TokenCount,
-)
+from cosmos_core.config.schema.value_types import NameOrImportPath, StepCount, TokenCount
 from cosmos_core.registry import is_user_code
 
 AdvantageRule = Literal["grpo", "rloo", "batch-std", "reinforce++", "reinforce++-baseline", "maxrl", "gdpo"]
@@ -51,8 +45,7 @@ class GrpoConfig(RlConfig):
     """With `seq-mean-token-mean`: number of tokens by which the loss of a sequence is divided instead of its length
     (Dr. GRPO, arXiv 2503.20783); None: its length."""
     unbiased_advantage: bool = False
-    """Subtract only the group's mean from a reward, without division by the group's standard deviation (Dr. GRPO);
-    False: subtract and divide."""
+    """Subtract the group's mean from a reward; False: also divide by the standard deviation (not in Dr. GRPO)."""
     algo: AdvantageRule = "grpo"
     """Rule that turns the rewards of a group into advantages: r - mean over the std of the group (`grpo`), r - mean of
     the other completions (`rloo`, arXiv 2402.14740), r - mean over the std of the step (`batch-std`, 2508.08221), r
@@ -60,14 +53,12 @@ class GrpoConfig(RlConfig):
     (`reinforce++-baseline`), r - mean over the mean (`maxrl`, 2602.02710), or each reward function's values over the
     sample std of their group, weighted, summed and normalised over the step (`gdpo`, 2601.05242)."""
     kl_beta: NonNegativeFloat = 0.0
-    """Weight of the KL penalty towards the reference model, from which the stage started; 0: no penalty, and no
-    reference model in memory."""
+    """Weight of the KL penalty towards the model from which the stage started; 0: no penalty, and no such model."""
     kl_in_reward: Annotated[bool, EnabledBy("kl_beta")] = False
     """Take `kl_beta` * log(old policy / reference) from the reward of each token, whose advantage is then its whitened
     return, as in the paper of `algo = "reinforce++"` (arXiv 2501.03262), instead of adding the KL to the loss."""
     unbiased_kl_estimate: Annotated[bool, EnabledBy("kl_beta")] = False
-    """Multiply the k3 estimator of the KL by the probability ratio, which makes its gradient that of the reverse KL
-    (arXiv 2512.02556)."""
+    """Multiply the k3 estimator of the KL by the ratio: its gradient is then the reverse KL's (arXiv 2512.02556)."""
     kl_estimator: Literal["k2", "k3"] = "k3"
     """Estimator of the KL divergence from the reference model (joschu.net/blog/kl-approx.html): the gradient of `k2` is
     that of the reverse KL, that of `k3` of the forward KL, or with `unbiased_kl_estimate` of the reverse KL."""
@@ -75,8 +66,7 @@ class GrpoConfig(RlConfig):
     """Exclude sequences with a negative advantage and a mean log(rollout policy / policy) above this value (arXiv
     2512.02556); None: exclude none."""
     ratio_cap: PositiveFloat | None = None
-    """Largest weight of a token with variant = 'cispo', 'dppo_tv' or 'dppo_kl', an absolute value; None: 5 with
-    'cispo', 20 with the others."""
+    """Largest weight of a token with variant = 'cispo' (None: 5), 'dppo_tv' or 'dppo_kl' (None: 20)."""
     sapo_temperature_pos: PositiveFloat = 1.0
     """With variant = 'sapo': temperature of the gate for tokens with a positive advantage; the higher, the faster the
     weight of a token falls as its ratio leaves 1."""
@@ -89,8 +79,7 @@ class GrpoConfig(RlConfig):
     """Leave completions that reached `rollout.max_response_length`, or the last turn with a tool call, out of the loss;
     their rewards still count in the advantages of their group (arXiv 2503.14476, overlong filtering)."""
     aipo_rho: PositiveFloat | None = None
-    """Maximum importance weight of AIPO, which weights tokens by policy / rollout policy in place of clipping (arXiv
-    2505.24034); None: off."""
+    """Maximum of AIPO's weight policy / rollout policy, in place of clipping (arXiv 2505.24034); None: off."""
     aipo_form: Annotated[Literal["weighted", "clamped"], EnabledBy("aipo_rho")] = "weighted"
     """Form of AIPO. `weighted`: as in the paper, every token has a gradient. `clamped`: as in Cosmos-RL, a token with a
     ratio policy / old policy above `aipo_rho` has no gradient."""
@@ -99,8 +88,7 @@ class GrpoConfig(RlConfig):
     log_entropy: bool = True
     """Compute the policy's entropy for the metrics, about a tenth of the time of a step at a vocabulary of 150,000."""
     min_filter_prefix_tokens: TokenCount | None = None
-    """Minimum length of a shared prefix to leave out of the loss: a prefix that completions with different rewards
-    share; None: no prefix is left out."""
+    """Minimum length of a prefix, shared by completions of different rewards, to mask in the loss; None: off."""
     reference_reset_interval: StepCount | None = None
     """Number of train steps after which the current policy becomes the new reference of the KL penalty; None: never."""
     reset_optimizer_with_reference: Annotated[bool, EnabledBy("reference_reset_interval")] = True
@@ -108,8 +96,7 @@ class GrpoConfig(RlConfig):
     use_decoupled_loss: bool = False
     """Weight tokens by old policy / rollout policy, and clip against the old policy (arXiv 2505.24298)."""
     behav_imp_weight_cap: Annotated[PositiveFloat | None, EnabledBy("use_decoupled_loss")] = None
-    """With `use_decoupled_loss`: tokens whose weight old policy / rollout policy exceeds this value get weight 0; None:
-    no cap."""
+    """With `use_decoupled_loss`: a weight old policy / rollout policy above this value becomes 0; None: no cap."""
     use_rollout_logprobs_for_loss: bool = False
     """Use the log-probabilities of the rollout engine as those of the old policy, instead of recomputing them."""
     rollout_correction: RolloutCorrection = ""
@@ -159,7 +146,6 @@ class GrpoConfig(RlConfig):
                 yield f"train.train_policy.algo = 'maxrl' ends the run at a reward below 0, which {name!r} can give"
 
     @field_validator("lower_bound_ratio")
-    @classmethod
     def _check_dual_clip_bound(cls, loss_bound: float) -> float:
         if loss_bound <= 1:
             raise ValueError(f"lower_bound_ratio = {loss_bound} must be greater than 1")
@@ -169,15 +155,13 @@ class GrpoConfig(RlConfig):
     def _check_optimizer_batch(self) -> Self:
         optimizer_batch_size = self.batch_size_per_optimize
         if optimizer_batch_size is not None and self.mini_batch != "auto" and optimizer_batch_size % self.mini_batch:
-            raise ValueError(
-                f"batch_size_per_optimize = {optimizer_batch_size} must be a multiple of mini_batch = {self.mini_batch}"
-            )
+            rule = f"must be a multiple of mini_batch = {self.mini_batch}"
+            raise ValueError(f"batch_size_per_optimize = {optimizer_batch_size} {rule}")
         if self.unbiased_loss_max_tokens is not None and self.loss_type != "seq-mean-token-mean":
             raise ValueError("unbiased_loss_max_tokens has a meaning only with loss_type = 'seq-mean-token-mean'")
         return self
 
     @model_validator(mode="before")
-    @classmethod
     def _set_default_loss_type(cls, table: Any, info: ValidationInfo) -> Any:
         variant = table.get("variant") if isinstance(table, dict) and table.get("aipo_rho") is None else None
         if variant in {"gspo", "sapo"} and "loss_type" not in table:
@@ -194,15 +178,12 @@ class GrpoConfig(RlConfig):
                 "log-probabilities of the rollouts are for; set one of them"
             )
         if self.algo == "gdpo" and any(source_config.reward_function for source_config in self.datasets):
-            raise ValueError(
-                "algo = 'gdpo' compares the same rewards in all groups; leave reward_function of datasets out"
-            )
-        min_importance_weight, max_importance_weight = self.rollout_correction_low, self.rollout_correction_high
-        if min_importance_weight > max_importance_weight:
-            raise ValueError(
-                f"rollout_correction_low = {min_importance_weight:g} is above rollout_correction_high = "
-                f"{max_importance_weight:g}: no weight is between; swap them"
-            )
+            remedy = "leave reward_function of datasets out"
+            raise ValueError(f"algo = 'gdpo' compares the same rewards in all groups; {remedy}")
+        low, high = self.rollout_correction_low, self.rollout_correction_high
+        if low > high:
+            problem = f"rollout_correction_low = {low:g} is above rollout_correction_high = {high:g}"
+            raise ValueError(f"{problem}: no weight is between; swap them")
         mask_keys = [n for n in ("geometric_mask", "mean_k3_mask", "max_k3_mask") if getattr(self, n) is not None]
         if mask_keys and self.use_rollout_logprobs_for_loss:
             raise ValueError(
@@ -210,28 +191,20 @@ class GrpoConfig(RlConfig):
                 f"true takes the one for the other; set one of them"
             )
         if self.self_normalised_weights and not (self._has_rollout_correction or self.use_decoupled_loss):
-            raise ValueError(
-                "self_normalised_weights = true needs weights: set rollout_correction, such as 'truncate', or leave it "
-                "out"
-            )
+            remedy = "set rollout_correction, such as 'truncate', or leave it out"
+            raise ValueError(f"self_normalised_weights = true needs weights: {remedy}")
         if self.unbiased_kl_estimate and self.kl_estimator == "k2":
-            raise ValueError(
-                "unbiased_kl_estimate is for kl_estimator = 'k3': the gradient of 'k2' is that of the reverse KL "
-                "already, and times the ratio it is that of nothing; leave one of them out"
-            )
+            reason = "the gradient of 'k2' is that of the reverse KL already, and times the ratio it is that of nothing"
+            raise ValueError(f"unbiased_kl_estimate is for kl_estimator = 'k3': {reason}; leave one of them out")
         if self.unbiased_advantage and self.algo not in {"grpo", "rloo"}:
-            raise ValueError(
-                f"unbiased_advantage = true leaves out the division that algo = {self.algo!r} is; set one of them"
-            )
+            rule = f"leaves out the division that algo = {self.algo!r} is"
+            raise ValueError(f"unbiased_advantage = true {rule}; set one of them")
         if self.kl_in_reward and self.algo != "reinforce++":
-            raise ValueError(
-                f"kl_in_reward = true makes returns of tokens, which algo = {self.algo!r} does not know; set algo to "
-                f"'reinforce++'"
-            )
+            reason = f"makes returns of tokens, which algo = {self.algo!r} does not know"
+            raise ValueError(f"kl_in_reward = true {reason}; set algo to 'reinforce++'")
         if self.kl_in_reward and (self.unbiased_kl_estimate or self.kl_estimator == "k2"):
-            raise ValueError(
-                "kl_in_reward = true leaves no KL in the loss for kl_estimator and unbiased_kl_estimate; leave them out"
-            )
+            reason = "leaves no KL in the loss for kl_estimator and unbiased_kl_estimate"
+            raise ValueError(f"kl_in_reward = true {reason}; leave them out")
         if self.reference_reset_interval and not self.kl_beta:
             raise ValueError("reference_reset_interval needs a reference: set kl_beta above 0, or leave it out")
         return self
@@ -280,10 +253,8 @@ class GrpoConfig(RlConfig):
         if data_term_config.name and not data_term_config.weight:
             yield f"{table_key}.weight = 0 leaves out the rows of {table_key}.name; set it to about 0.1"
         if is_user_code(data_term_config.name):
-            yield (
-                f"{table_key}.name = {data_term_config.name!r}: a data set class of your own gives prompts; write the "
-                f"rows to a file"
-            )
+            remedy = "write the rows to a file"
+            yield f"{table_key}.name = {data_term_config.name!r}: a data set class of your own gives prompts; {remedy}"
         if data_term_config.name and stage.recipe.policy.parallelism.pp_size > 1:
             yield f"policy.parallelism.pp_size excludes {table_key}; set it to 1"
 

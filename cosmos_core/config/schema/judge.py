@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from cosmos_core.config.schema.field_metadata import FieldUnit, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveFloat, PositiveInt, TokenCount
+from cosmos_core.config.schema.value_types import TokenCount
 
 
 class JudgeConfig(Table):
@@ -18,8 +18,7 @@ class JudgeConfig(Table):
     model: str = ""
     """Name of the model on that server."""
     rubric: str = "Judge how correct and helpful the response is."
-    """Instructions of the judge. The form of its reply is added: a whole number from 0 to `highest_score`, with a
-    reason before it."""
+    """Instructions of the judge. The form of its reply is added: a reason, then a number up to `highest_score`."""
     template: str = "Prompt:\n{prompt}\n\nReference answer:\n{reference}\n\nResponse:\n{completion}"
     """Message to the judge for each completion, in which `{prompt}`, `{reference}` and `{completion}` are replaced."""
     highest_score: PositiveInt = 10

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
+from pydantic import NonNegativeFloat, PositiveFloat
+
 from cosmos_core.config.schema.sft import SftConfig
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveFloat
 
 
 class KtoLossConfig(Table):
-    """Loss of a labelled response in KTO, by its reward: beta x (log-probability under the policy - log-probability
-    under the reference)."""
+    """Loss of a labelled response in KTO, by its reward: beta x (log-probability under policy - under reference)."""
 
     beta: PositiveFloat = 0.1
     """Factor of the KTO reward; the higher, the closer the policy stays to the reference."""
@@ -19,8 +19,7 @@ class KtoLossConfig(Table):
     (1 - sigmoid(beta x KL - reward)) of an undesirable response. KL is estimated from each prompt with the response to
     the previous prompt of the step, and is at least 0. `apo_zero_unpaired`: the same with KL = 0 (arXiv 2408.06266)."""
     desirable_weight: NonNegativeFloat = 1.0
-    """Weight of desirable responses. This weight times their number should be 1 to 1.33 times the same product for
-    undesirable responses."""
+    """Weight of desirable responses; weight times number should be 1 to 1.33 times that of undesirable responses."""
     undesirable_weight: NonNegativeFloat = 1.0
     """Weight of undesirable responses."""
 
@@ -50,7 +49,6 @@ class KtoConfig(SftConfig):
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if self.kto.loss_type == "kto" and stage.recipe.train.train_batch_per_replica < 2:
-            yield (
-                "train.train_batch_per_replica = 1: the KL estimate of 'kto' needs the response to another prompt of "
-                "the step; give at least 2, or kto.loss_type = 'apo_zero_unpaired'"
-            )
+            reason = "the KL estimate of 'kto' needs the response to another prompt of the step"
+            remedy = "give at least 2, or kto.loss_type = 'apo_zero_unpaired'"
+            yield f"train.train_batch_per_replica = 1: {reason}; {remedy}"

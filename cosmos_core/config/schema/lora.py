@@ -4,17 +4,11 @@ import re
 from collections.abc import Iterator
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, field_validator
 
 from cosmos_core.config.schema.field_metadata import ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import (
-    Fraction,
-    PositiveFloat,
-    PositiveInt,
-    StringList,
-    check_regular_expressions,
-)
+from cosmos_core.config.schema.value_types import Fraction, StringList, check_regexes
 
 _LORA_INIT_METHODS = {"gaussian", "eva", "olora", "pissa"}
 
@@ -39,9 +33,9 @@ class LoraConfig(Table):
     """Scale the output of the adapters by alpha / sqrt(r) instead of alpha / r (arXiv 2312.03732)."""
     modules_to_save: StringList | None = None
     """Suffixes of the names of modules that are trained fully; None: no modules."""
-    alpha_pattern: Annotated[dict[str, PositiveFloat] | None, AfterValidator(check_regular_expressions)] = None
+    alpha_pattern: Annotated[dict[str, PositiveFloat] | None, AfterValidator(check_regexes)] = None
     """Alpha by a regular expression of module names; None: `lora_alpha` for all modules."""
-    r_pattern: Annotated[dict[str, PositiveInt] | None, AfterValidator(check_regular_expressions)] = None
+    r_pattern: Annotated[dict[str, PositiveInt] | None, AfterValidator(check_regexes)] = None
     """Rank by a regular expression of module names; None: `r` for all modules."""
     init_lora_weights: bool | str = True
     """Initial values of the matrices A and B. True: B starts at zero; false: neither starts at zero; or `gaussian`,
@@ -53,19 +47,15 @@ class LoraConfig(Table):
             yield "policy.lora.init_lora_weights = 'eva' needs data before the first step; use 'pissa' or true"
 
     @field_validator("target_modules")
-    @classmethod
     def _check_target_modules(cls, target_modules: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
         if isinstance(target_modules, str) and target_modules != "all-linear":
             raise ValueError(f"target_modules = {target_modules!r} must be 'all-linear' or a list of name fragments")
         return target_modules
 
     @field_validator("init_lora_weights")
-    @classmethod
     def _check_initialisation(cls, init_method: bool | str) -> bool | str:
         is_known_method = not isinstance(init_method, str) or init_method in _LORA_INIT_METHODS
         if not is_known_method and not re.fullmatch(r"pissa_niter_\d+", str(init_method)):
-            raise ValueError(
-                f"init_lora_weights = {init_method!r} must be true, false, {', '.join(sorted(_LORA_INIT_METHODS))} or "
-                f"pissa_niter_N"
-            )
+            rule = f"must be true, false, {', '.join(sorted(_LORA_INIT_METHODS))} or pissa_niter_N"
+            raise ValueError(f"init_lora_weights = {init_method!r} {rule}")
         return init_method

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from cosmos_core.config.schema.field_metadata import EnabledBy, FieldUnit, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table, add_notice
-from cosmos_core.config.schema.value_types import NameOrImportPath, PositiveFloat, PositiveInt, StringOrList
+from cosmos_core.config.schema.value_types import NameOrImportPath, StringOrList
 
 _TABLE_NAME = "rollout.multi_turn_config"
 
@@ -35,13 +35,11 @@ class MultiTurnRolloutConfig(Table):
     enable_thinking: bool = False
     """Value of `enable_thinking` for the chat template."""
     custom_chat_template_path: Annotated[str | None, ResultNeutral, ReferenceKind.PATH] = None
-    """Jinja file of the chat template that renders prompts and tool results; None: the tokenizer's template. Exports
-    keep the tokenizer's template."""
+    """Jinja file of the chat template of prompts and tool results; None, and in exports: the tokenizer's template."""
     max_assistant_turns: Annotated[PositiveInt, FieldUnit("turns")] = 5
     """Maximum number of assistant turns of a conversation."""
     add_generation_prompt: bool = True
-    """Add the beginning of the assistant's turn after a prompt and after tool results; false: the policy generates
-    it."""
+    """Add the beginning of the assistant's turn after prompts and tool results; false: the policy generates it."""
     continue_final_message: bool = False
     """Leave the last message of a prompt open, so that the policy continues it; if it is an assistant message, it stays
     in the prompt. Off if tools and a generation prompt are enabled."""
@@ -52,7 +50,6 @@ class MultiTurnRolloutConfig(Table):
         return self.tools if self.enable and self.enable_tools else ()
 
     @field_validator("continue_final_message")
-    @classmethod
     def _disable_message_continuation(cls, should_continue_message: bool, info: ValidationInfo) -> bool:
         if not (should_continue_message and info.data.get("enable_tools") and info.data.get("add_generation_prompt")):
             return should_continue_message

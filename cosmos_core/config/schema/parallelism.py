@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import field_validator
+from pydantic import PositiveInt, field_validator
 
 from cosmos_core.config.schema.field_metadata import FieldUnit
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import PositiveInt, RankCount
+from cosmos_core.config.schema.value_types import RankCount
 
 
 class ParallelismConfig(Table):
@@ -19,14 +19,11 @@ class ParallelismConfig(Table):
     tp_size: RankCount = 1
     """Number of tensor-parallel ranks, which split the model by the plan of its class (Cosmos-RL: 2 by default)."""
     cp_size: RankCount = 1
-    """Number of context-parallel ranks, which share one sequence of packed rows (Ulysses), or with SANA-Video the
-    tokens of a clip."""
+    """Number of context-parallel ranks, which share a sequence of packed rows (Ulysses), or with SANA-Video a clip."""
     ep_size: RankCount = 1
-    """Number of ranks, out of dp_shard_size x cp_size, over which the experts of every layer are distributed; each of
-    these ranks has its own rows."""
+    """Number of ranks, of dp_shard_size x cp_size, that split the experts of every layer; each has its own rows."""
     dp_shard_size: Annotated[int, FieldUnit("ranks")] = 1
-    """Number of ranks that shard the parameters (FSDP); -1: the ranks that the other sizes leave of `pipeline.gpus`, or
-    of this machine's GPUs."""
+    """Number of ranks that shard the parameters (FSDP); -1: what the other sizes leave of the available GPUs."""
     pp_size: RankCount = 1
     """Number of pipeline-parallel ranks, each of which has some of the layers."""
     pp_dynamic_shape: bool = False
@@ -42,7 +39,6 @@ class ParallelismConfig(Table):
     """Maximum number of layers of a stage under `Interleaved1F1B`: fewer layers mean less idle time, more messages."""
 
     @field_validator("dp_shard_size")
-    @classmethod
     def _check_shard_size(cls, shard_size: int) -> int:
         if shard_size == 0 or shard_size < -1:
             raise ValueError(f"dp_shard_size = {shard_size} must be -1 (the rest of the world) or at least 1")
@@ -67,12 +63,10 @@ class ParallelismConfig(Table):
 
 
 class RolloutParallelismConfig(ParallelismConfig):
-    """`[rollout.parallelism]`: number and size of the rollout engines, on the ranks of `policy.parallelism` or in
-    separate processes."""
+    """`[rollout.parallelism]`: number and size of the rollout engines, in or outside of the trainer's processes."""
 
     n_init_replicas: Annotated[PositiveInt, FieldUnit("replicas")] = 1
-    """Number of engines in separate processes (see `mode`); how many run in the trainer's processes follows from the
-    number of ranks."""
+    """Number of engines in separate processes (see `mode`); in those of the trainer, it follows from its ranks."""
     tp_size: RankCount = 1
     """Number of ranks of one engine (Cosmos-RL: 2 by default): a divisor of the ranks of `policy.parallelism`; with
     `mode = "colocated_separated"`, processes on the GPUs of as many ranks on one machine; with `mode =
@@ -80,8 +74,7 @@ class RolloutParallelismConfig(ParallelismConfig):
 
 
 class PolicyParallelismConfig(ParallelismConfig):
-    """`[policy.parallelism]`: the device mesh of the trainer; the rows of a train step are distributed over
-    dp_replicate x dp_shard ranks."""
+    """`[policy.parallelism]`: mesh of the trainer; dp_replicate x dp_shard ranks share the rows of a train step."""
 
     def unsupported_axis_errors(self, setting: str, *, allows_tp: bool = False) -> Iterator[str]:
         """Yield an error for each parallel axis above 1 that `setting` excludes, because the setting needs whole layers
@@ -95,27 +88,19 @@ class PolicyParallelismConfig(ParallelismConfig):
             return
         num_shards = abs(self.dp_shard_size)
         if stage.recipe.train.fsdp_offload and (self.ep_size > 1 or num_shards * self.cp_size == 1):
-            yield (
-                f"train.fsdp_offload = true is for weights that dp_shard_size x cp_size = {num_shards} x "
-                f"{self.cp_size} ranks shard, with ep_size = 1; leave it out"
-            )
+            ranks_text = f"dp_shard_size x cp_size = {num_shards} x {self.cp_size} ranks"
+            yield f"train.fsdp_offload = true is for weights that {ranks_text} shard, with ep_size = 1; leave it out"
 
     def notices(self, stage: StageContext) -> Iterator[str]:
         config, num_dp_ranks = stage.recipe.train, self.num_dp_ranks
         policy, num_rows = config.train_policy, config.train_batch_per_replica
         if not policy.has_rollouts and num_dp_ranks > 1:
-            yield (
-                f"train.train_batch_per_replica = {num_rows}: rows of an optimizer step, of all {num_dp_ranks} "
-                f"data-parallel ranks together (Cosmos-RL: of each)"
-            )
+            ranks_text = f"of all {num_dp_ranks} data-parallel ranks together (Cosmos-RL: of each)"
+            yield f"train.train_batch_per_replica = {num_rows}: rows of an optimizer step, {ranks_text}"
         if config.compile and "compile" in config.model_fields_set and self.tp_size > 1 and stage.kind.has_mesh:
-            yield (
-                f"train.compile = true: the blocks run as they are, because torch does not compile weights that "
-                f"tp_size = {self.tp_size} splits for rows of any length"
-            )
+            reason = f"torch does not compile weights that tp_size = {self.tp_size} splits for rows of any length"
+            yield f"train.compile = true: the blocks run as they are, because {reason}"
         if config.rows_per_pass < self.pp_size * self.pp_micro_batch_size and self.pp_size > 1:
-            yield (
-                f"train.train_policy.mini_batch = {policy.mini_batch}: rows that go through the pipeline between two "
-                f"waits, fewer than pp_size x pp_micro_batch_size = {self.pp_size} x {self.pp_micro_batch_size}; raise "
-                f"it to keep the ranks busy"
-            )
+            limit = f"pp_size x pp_micro_batch_size = {self.pp_size} x {self.pp_micro_batch_size}"
+            reason = f"rows that go through the pipeline between two waits, fewer than {limit}"
+            yield f"train.train_policy.mini_batch = {policy.mini_batch}: {reason}; raise it to keep the ranks busy"

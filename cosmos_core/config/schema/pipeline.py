@@ -4,13 +4,13 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.schema.field_metadata import FieldUnit, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.sweep import SweepConfig
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, StringOrList
+from cosmos_core.config.schema.value_types import Fraction, StringOrList
 from cosmos_core.config.target import LOCAL_FOLDER_TARGET, PUBLICATION_TARGETS_FOLDER, split_publication_target
 from cosmos_core.registry import is_import_path, list_defined_names
 
@@ -43,13 +43,11 @@ class StageConfig(Table):
     recipe: str = ""
     """Recipe file, relative to this file; empty: the recipe tables of this file."""
     overrides: dict[str, Any] = {}
-    """Recipe tables for this stage only; they take precedence over `recipe`, which takes precedence over the tables of
-    this file."""
+    """Recipe tables for this stage only; they take precedence over `recipe`, and that over the tables of this file."""
     after: StringOrList = ()
     """Names of the stages that must be done before this stage starts."""
     model: Annotated[str, ReferenceKind.PATH] = ""
-    """Model that the stage starts from: `stage:NAME` for the export of that stage, or a folder; empty:
-    `policy.model_name_or_path`."""
+    """Model that the stage starts from: a folder, or `stage:NAME` for its export; empty: that of the recipe."""
     checkpoint: str = ""
     """Kind export: the checkpoint to export of the training that `model` names: `best` (by its validation) or a step;
     empty: the final model. A `validate` stage after the export measures that checkpoint."""
@@ -65,9 +63,8 @@ class StageConfig(Table):
     (`cosmos reward-service`), or `block:NAME` for a running service, whose address and token are in a Prefect block;
     empty: the service at `REMOTE_REWARD_ENQUEUE_URL`."""
     reward_service_pool: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
-    """With a configuration file in `reward_service`: Prefect work pool on which the service is started for the stage,
-    through the deployment `reward-service/POOL`; its machines must be able to read that file. Empty: the machine of the
-    stage."""
+    """With a configuration file in `reward_service`: Prefect work pool on which the service is started, through the
+    deployment `reward-service/POOL`; its machines must be able to read the file. Empty: the machine of the stage."""
     work_pool: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
     """Prefect work pool that runs the stage, through the deployment `stage/POOL`; its machines share the run directory,
     or exchange files through the `artifact_store`. Empty: the machine of the flow."""
@@ -107,23 +104,17 @@ class StageConfig(Table):
             yield f"target = {self.target!r}: {home} is no user of this machine; write the whole path, or ./{location}"
         target_names = list_defined_names(PUBLICATION_TARGETS_FOLDER, "Target")
         if not is_import_path(target_name) and target_name not in target_names:
-            yield (
-                f"target = {self.target!r}: this version does not publish there; give a folder, a URL of "
-                f"{', '.join(target_names)}, or a class of your own, path/file.py:Class"
-            )
+            remedy = f"give a folder, a URL of {', '.join(target_names)}, or a class of your own, path/file.py:Class"
+            yield f"target = {self.target!r}: this version does not publish there; {remedy}"
 
     @field_validator("name")
-    @classmethod
     def _check_stage_name(cls, name: str) -> str:
         if not STAGE_NAME_PATTERN.fullmatch(name) or len(name) > MAX_STAGE_NAME_LENGTH:
-            raise ValueError(
-                f"stage name {name!r} must be at most {MAX_STAGE_NAME_LENGTH} letters, digits, - and _, and start "
-                "with a letter or digit"
-            )
+            rule = f"at most {MAX_STAGE_NAME_LENGTH} letters, digits, - and _, and start with a letter or digit"
+            raise ValueError(f"stage name {name!r} must be {rule}")
         return name
 
     @field_validator("reward_service_pool")
-    @classmethod
     def _require_service_file(cls, service_pool: str, info: ValidationInfo) -> str:
         reward_service = info.data.get("reward_service", "")
         if service_pool and (not reward_service or reward_service.startswith(BLOCK_PREFIX)):
@@ -131,21 +122,18 @@ class StageConfig(Table):
         return service_pool
 
     @field_validator("checkpoint")
-    @classmethod
     def _check_checkpoint_name(cls, checkpoint: str) -> str:
         if checkpoint not in {"", "best"} and not (checkpoint.isascii() and checkpoint.isdigit() and int(checkpoint)):
             raise ValueError(f"checkpoint = {checkpoint!r} must be 'best' or the number of a train step")
         return checkpoint
 
     @field_validator("timeout")
-    @classmethod
     def _check_timeout(cls, timeout: str) -> str:
         if timeout and not duration_in_seconds(timeout):
             raise ValueError(f"timeout = {timeout!r} must be above 0; leave it out for no limit")
         return timeout
 
     @field_validator("require")
-    @classmethod
     def _check_conditions(cls, conditions: tuple[str, ...]) -> tuple[str, ...]:
         for condition in conditions:
             parse_condition(condition)
@@ -176,16 +164,15 @@ class PipelineConfig(Table):
     `--on`, otherwise of this machine's GPU, or the host memory if it has no GPU."""
     gpu_tflops: Annotated[PositiveFloat | None, FieldUnit("TFLOP/s"), ResultNeutral] = None
     """Sustained throughput of one GPU in training, for `plan --estimate` of a stage that was never run. None: 40 % of
-    the data sheet value of the GPU that `--on` names, otherwise half of the throughput of a matrix product on this
-    machine."""
+    the data sheet value of the GPU of `--on`, or half of the throughput of a matrix product on this machine."""
     price_per_gpu_hour: Annotated[PositiveFloat | None, ResultNeutral] = None
     """Price of one GPU for an hour, in any currency, with which `plan --estimate`, `runs --cost`, the report and the
     card of a run show costs. What counts is the time for which a stage holds GPUs, in all its attempts; on a machine
     without GPUs each rank and each engine with a GPU of its own in the placement counts as one. None: no costs."""
     budget: Annotated[PositiveFloat | None, ResultNeutral] = None
-    """Maximum cost of a run, in the currency of `price_per_gpu_hour`: a run that reaches it saves a checkpoint and
-    stops with exit code 75; `cosmos resume RUN --budget AMOUNT` continues it. Stages without GPUs are not stopped.
-    None: no limit."""
+    """Maximum cost of a run, in the currency of `price_per_gpu_hour`, at which it saves a checkpoint and stops with
+    exit code 75; `cosmos resume RUN --budget AMOUNT` continues it. Stages without GPUs are not stopped. None: no
+    limit."""
     grace_seconds: Annotated[PositiveFloat, ResultNeutral] = 20.0
     """Time in seconds between SIGTERM and SIGKILL, in which a worker saves its checkpoint. The duration of the longest
     step so far is added, because the worker first finishes its step; when the flow itself is killed, its workers have
@@ -204,7 +191,6 @@ class PipelineConfig(Table):
     """Stages of the pipeline, in any order."""
 
     @field_validator("budget")
-    @classmethod
     def _check_budget_has_price(cls, budget: float | None, info: ValidationInfo) -> float | None:
         if budget is not None and info.data.get("price_per_gpu_hour") is None:
             raise ValueError(f"budget = {budget:g} needs price_per_gpu_hour, with which costs are computed")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, NonNegativeFloat, model_validator
 
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.field_metadata import EnabledBy, ReferenceKind, ResultNeutral
@@ -11,14 +11,7 @@ from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.modality import CAUSAL_LM, DIFFUSION, Modality
 from cosmos_core.config.schema.parallelism import PolicyParallelismConfig
 from cosmos_core.config.schema.table import StageContext, Table, short_toml
-from cosmos_core.config.schema.value_types import (
-    ModelName,
-    NameOrImportPath,
-    NonNegativeFloat,
-    StringList,
-    TokenCount,
-    check_regular_expressions,
-)
+from cosmos_core.config.schema.value_types import ModelName, NameOrImportPath, StringList, TokenCount, check_regexes
 
 
 class PolicyConfig(Table):
@@ -43,11 +36,9 @@ class PolicyConfig(Table):
     """Revision of the model on the Hub; None: the newest."""
     chat_template: Annotated[str | None, ResultNeutral, ReferenceKind.PATH] = None
     """Chat template that replaces the tokenizer's own, also in exports: a Jinja file, `chatml`, or `plain`, with turns
-    `User: ...` and `Assistant: ...` and the end token (the fingerprint includes the content). None: the tokenizer's
-    template."""
+    `User: ...` and `Assistant: ...` and the end token (the fingerprint includes its content). None: its own."""
     model_max_length: TokenCount = 4096
-    """Maximum number of tokens of a sequence: longer SFT rows are truncated on the right, and prompt and completion
-    together never exceed it."""
+    """Maximum tokens of a sequence, prompt and completion together; longer SFT rows are truncated on the right."""
     model_gradient_checkpointing: bool | Literal["selective"] = True
     """Recompute activations in the backward pass: less memory, about a third more compute. `selective` (not in
     Cosmos-RL): recompute only norms, activation functions and wide matrices, with memory and compute between the other
@@ -57,9 +48,9 @@ class PolicyConfig(Table):
     trainable_map: dict[str, bool] | None = None
     """Map from the name of a module or parameter to whether it is trained; an inner name takes precedence over an outer
     name. It applies after the patterns. None: all parameters that the patterns leave."""
-    freeze_pattern: Annotated[StringList | None, AfterValidator(check_regular_expressions)] = None
+    freeze_pattern: Annotated[StringList | None, AfterValidator(check_regexes)] = None
     """Regular expressions, matched anywhere in a name, of parameters that are not trained; None: no such parameters."""
-    trainable_pattern: Annotated[StringList | None, AfterValidator(check_regular_expressions)] = None
+    trainable_pattern: Annotated[StringList | None, AfterValidator(check_regexes)] = None
     """Regular expressions of the only parameters that are trained; None: all."""
     enable_liger_kernel: bool = False
     """Use Liger's kernels for norms, rotary embedding and activation, on an NVIDIA GPU; not yet measured on a GPU."""
@@ -76,11 +67,9 @@ class PolicyConfig(Table):
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         algorithm = stage.recipe.train.train_policy
         if stage.kind.trains_model and self.modality.name not in algorithm.modalities:
-            yield (
-                f"policy.is_diffusers = {short_toml(self.is_diffusers)}: train.train_policy.trainer_type = "
-                f"{algorithm.trainer_type!r} does not train such models; "
-                f"{'give one that does' if self.is_diffusers else 'set it to true'}"
-            )
+            reason = f"train.train_policy.trainer_type = {algorithm.trainer_type!r} does not train such models"
+            remedy = "give one that does" if self.is_diffusers else "set it to true"
+            yield f"policy.is_diffusers = {short_toml(self.is_diffusers)}: {reason}; {remedy}"
         yield from self._diffusion_errors(stage) if self.is_diffusers else ()
         if self.enable_liger_kernel and stage.kind.has_mesh:
             yield from self.parallelism.unsupported_axis_errors("policy.enable_liger_kernel = true")
@@ -99,10 +88,8 @@ class PolicyConfig(Table):
                     f"dp_replicate_size, SANA-Video by cp_size too; set it to 1"
                 )
         if stage.kind.has_mesh and stage.recipe.train.compile and self.parallelism.cp_size > 1:
-            yield (
-                f"train.compile = true excludes policy.parallelism.cp_size = {self.parallelism.cp_size} for diffusion "
-                f"models in this version; set it to false"
-            )
+            cp_setting = f"policy.parallelism.cp_size = {self.parallelism.cp_size}"
+            yield f"train.compile = true excludes {cp_setting} for diffusion models in this version; set it to false"
         if self.enable_liger_kernel:
             yield "policy.enable_liger_kernel = true: Liger has no kernels for diffusion models; leave it out"
         for name in filter(self.is_set, ("model_safetensor_path", "chat_template")):

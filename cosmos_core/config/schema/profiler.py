@@ -2,11 +2,10 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from cosmos_core.config.schema.field_metadata import EnabledBy, FieldUnit, ResultNeutral
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.value_types import NonNegativeInt, PositiveInt
 
 
 class SubProfilerConfig(Table):
@@ -17,8 +16,7 @@ class SubProfilerConfig(Table):
     active_steps: Annotated[PositiveInt, FieldUnit("train steps"), ResultNeutral] = 1
     """Number of train steps that are recorded."""
     warmup_steps: Annotated[NonNegativeInt, FieldUnit("train steps"), ResultNeutral] = 1
-    """Number of train steps that are traced before the recorded steps and discarded, because the first events take
-    longer."""
+    """Number of train steps that are traced first and discarded, because the first events take longer."""
     wait_steps: Annotated[NonNegativeInt, FieldUnit("train steps"), ResultNeutral] = 1
     """Number of steps before the warm-up that are not traced."""
     rank_filter: Annotated[tuple[NonNegativeInt, ...], Field(strict=False), ResultNeutral] = ()

@@ -156,8 +156,7 @@ class Recipe(Table):
     @property
     def teacher(self) -> DistillationConfig | None:
         """Return the settings of the teacher whose outputs the algorithm needs; None: no teacher."""
-        has_teacher = self.distillation.enable and isinstance(self.train.train_policy, RlConfig)
-        return self.distillation if has_teacher else None
+        return self.distillation if self.distillation.enable and isinstance(self.train.train_policy, RlConfig) else None
 
     def teacher_for_stage(self, stage_kind: StageKind) -> DistillationConfig | None:
         """Return the settings of the teacher if a stage of this kind queries it; None: no teacher."""
@@ -225,7 +224,6 @@ class Recipe(Table):
         return (*self.reward_env, self.judge.key_env) if self.uses_judge else self.reward_env
 
     @model_validator(mode="before")
-    @classmethod
     def _select_sft_algorithm(cls, recipe_values: Any) -> Any:
         """Replace the algorithm `sft` by `diffusion_sft` (flow matching) if the model is a diffusion model."""
         recipe_tables: Any = recipe_values if isinstance(recipe_values, dict) else {}
@@ -278,20 +276,16 @@ class Recipe(Table):
         batch_size = train_config.train_batch_per_replica
         pp_setting_text = f"policy.parallelism.pp_size = {mesh.pp_size}"
         if mesh.pp_size > 1 and batch_size % mesh.pp_micro_batch_size:
-            raise ValueError(
-                f"{pp_setting_text}: train.train_batch_per_replica = {batch_size} must be a multiple of "
-                f"pp_micro_batch_size = {mesh.pp_micro_batch_size}"
-            )
+            rule = f"must be a multiple of pp_micro_batch_size = {mesh.pp_micro_batch_size}"
+            raise ValueError(f"{pp_setting_text}: train.train_batch_per_replica = {batch_size} {rule}")
         if mesh.pp_size > 1 and train_config.fsdp_offload:
             raise ValueError(f"{pp_setting_text} excludes train.fsdp_offload; set train.fsdp_offload = false")
         has_lora_in_rl = self.policy.lora is not None and isinstance(train_policy, RlConfig)
         if has_lora_in_rl and not self.policy.is_diffusers and train_config.compile:
             raise ValueError("policy.lora with GRPO excludes train.compile; set train.compile = false")
         if has_lora_in_rl and not self.policy.is_diffusers and mesh.tp_size > 1:
-            raise ValueError(
-                f"policy.lora with GRPO excludes policy.parallelism.tp_size = {mesh.tp_size}; set it to 1 and raise "
-                f"dp_shard_size"
-            )
+            remedy = "set it to 1 and raise dp_shard_size"
+            raise ValueError(f"policy.lora with GRPO excludes policy.parallelism.tp_size = {mesh.tp_size}; {remedy}")
         if train_policy.datasets and self.policy.is_diffusers:
             raise ValueError("train.train_policy.datasets mixes rows of text; name one data set of media in dataset")
         is_remote_in_validation = self.validation.use_remote_reward
@@ -313,7 +307,6 @@ class Recipe(Table):
         return mesh.tp_size == 1 and (policy.lora is None or not isinstance(self.train.train_policy, RlConfig))
 
     @field_validator("train")
-    @classmethod
     def _derive_distillation_settings(cls, train: TrainConfig, info: ValidationInfo) -> TrainConfig:
         distillation_config, train_policy = info.data.get("distillation"), train.train_policy
         if distillation_config is None or not distillation_config.enable or not isinstance(train_policy, RlConfig):
@@ -321,7 +314,6 @@ class Recipe(Table):
         return train.copy_with(train_policy=train_policy.with_bypassed_rewards().copy_with(rollout_as_token_ids=True))
 
     @field_validator("validation")
-    @classmethod
     def _inherit_remote_rewards(cls, validation: ValidationConfig, info: ValidationInfo) -> ValidationConfig:
         """Copy the settings of the reward service from training to validation if `[validation]` leaves them out."""
         train_config = info.data.get("train")

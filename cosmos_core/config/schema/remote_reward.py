@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from cosmos_core.config.schema.field_metadata import FieldUnit, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import Table, bounds_validator
-from cosmos_core.config.schema.value_types import CompletionCount, NonNegativeInt, PositiveFloat, PositiveInt
+from cosmos_core.config.schema.value_types import CompletionCount
 
 
 class RewardFunctionConfig(Table):
@@ -26,7 +26,6 @@ class RewardFunctionConfig(Table):
     """Upper bound to which the function's score is clipped."""
 
     @field_validator("score_key")
-    @classmethod
     def _default_score_key(cls, score_key: str | None, info: ValidationInfo) -> str | None:
         return info.data.get("name") if score_key is None else score_key
 
@@ -66,7 +65,6 @@ class RemoteRewardConfig(Table):
     latents before they are sent, as Cosmos-RL's client does and its service requires; empty: pixels are sent."""
 
     @field_validator("reward_fns")
-    @classmethod
     def _check_repeated_functions(cls, functions: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
         if not functions:
             raise ValueError("reward_fns is empty; name at least one function of the service")

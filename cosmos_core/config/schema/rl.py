@@ -3,24 +3,23 @@
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from cosmos_core.config.schema.algorithm import DEFAULT_MINI_BATCH, AlgorithmConfig
 from cosmos_core.config.schema.dataset import reasoning_gym_generator
 from cosmos_core.config.schema.field_metadata import EnabledBy, FieldUnit, ResultNeutral
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import StageContext, Table, add_notice
-from cosmos_core.config.schema.value_types import (
-    Auto,
-    CompletionCount,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    RewardWeights,
-    StringOrList,
-    TokenCount,
-)
+from cosmos_core.config.schema.value_types import Auto, CompletionCount, RewardWeights, StringOrList, TokenCount
 from cosmos_core.config.source_weights import RewardWeightsBySource
 
 _DAPO_MAX_EXTRA_PROMPTS = 128
@@ -63,8 +62,7 @@ class RlConfig(AlgorithmConfig):
     fits into memory, measured in at most a minute in the first train step whose loss includes at least half of the
     completions."""
     prompt_column_name: str = ""
-    """Column of the prompt, a string or a conversation; empty: the first filled column of those in
-    docs/reference/columns.md."""
+    """Column of the prompt, string or conversation; empty: the first filled one in docs/reference/columns.md."""
     response_column_name: str = ""
     """Column of the reference response; empty: the first filled column of those in docs/reference/columns.md."""
     system_prompt: str = ""
@@ -159,11 +157,10 @@ class RlConfig(AlgorithmConfig):
             yield "train.train_policy.variant = 'dapo' drops no group here, because every reward is 0"
         temperature = stage.recipe.rollout.sampling_config.temperature
         if self.temperature != temperature and stage.kind.trains_model and not stage.recipe.policy.is_diffusers:
-            yield (
-                f"train.train_policy.temperature = {self.temperature} and rollout.sampling_config.temperature = "
-                f"{temperature} differ: training completions are not drawn from the policy; the loss weights their "
-                f"tokens by policy / sampled distribution"
-            )
+            settings = f"{self.temperature} and rollout.sampling_config.temperature = {temperature}"
+            effect = "the loss weights their tokens by policy / sampled distribution"
+            reason = "training completions are not drawn from the policy"
+            yield f"train.train_policy.temperature = {settings} differ: {reason}; {effect}"
         is_trained_on_rewards = stage.kind.trains_model and not stage.recipe.distillation.enable
         if is_trained_on_rewards and self.rewards and not any(self.rewards.values()):
             yield "train.train_policy.reward_function: every weight is 0, so that no completion is better than another"
@@ -172,7 +169,6 @@ class RlConfig(AlgorithmConfig):
                 yield f"train.train_policy.{name} has no effect here: it is for variant = 'dapo'"
 
     @model_validator(mode="before")
-    @classmethod
     def _set_generated_reward(cls, policy_table: Any) -> Any:
         """Set the reward function `reasoning_gym` for generated rows unless the recipe sets another."""
         if not isinstance(policy_table, dict) or "reward_function" in policy_table:
@@ -204,12 +200,10 @@ class RlConfig(AlgorithmConfig):
         return self.copy_with(bypass_reward=True, reward_function={} if is_reward_default else self.reward_function)
 
     @field_validator("dataloader_batch_size")
-    @classmethod
     def _clamp_dataloader_batch_size(cls, batch_size: int) -> int:
         return max(0, batch_size)
 
     @model_validator(mode="before")
-    @classmethod
     def _report_ignored_outdated_steps(cls, policy: Any, info: ValidationInfo) -> Any:
         if isinstance(policy, dict) and policy.get("on_policy") is True and policy.get("allowed_outdated_steps"):
             full_key, outdated_steps = "train.train_policy.allowed_outdated_steps", policy["allowed_outdated_steps"]
@@ -217,17 +211,14 @@ class RlConfig(AlgorithmConfig):
         return policy
 
     @field_validator("allowed_outdated_steps")
-    @classmethod
     def _reset_outdated_steps_on_policy(cls, max_outdated_steps: int, info: ValidationInfo) -> int:
         return 0 if info.data.get("on_policy") else max_outdated_steps
 
     @field_validator("outdated_rollout_fetch_batch_size")
-    @classmethod
     def _set_default_fetch_size(cls, fetch_size: int, info: ValidationInfo) -> int:
         return _DAPO_MAX_EXTRA_PROMPTS if info.data.get("variant") == "dapo" and fetch_size <= 0 else fetch_size
 
     @field_validator("max_inflight_steps")
-    @classmethod
     def _increase_max_inflight_steps(cls, max_inflight_steps: int | None, info: ValidationInfo) -> int | None:
         min_inflight_steps = info.data.get("allowed_outdated_steps", 0) + 1
         if max_inflight_steps is None or max_inflight_steps >= min_inflight_steps:

@@ -3,23 +3,21 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from cosmos_core.config.schema.field_metadata import EnabledBy, FieldUnit, ReferenceKind, ResultNeutral, class_choices
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
 from cosmos_core.config.schema.table import StageContext, Table, add_notice
-from cosmos_core.config.schema.value_types import (
-    CompletionCount,
-    Fraction,
-    NameOrImportPath,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    TokenCount,
-    TopK,
-    TopP,
-)
+from cosmos_core.config.schema.value_types import CompletionCount, Fraction, NameOrImportPath, TokenCount, TopK, TopP
 
 VLLM_TEMPERATURES = (0.01, 2.0)
 """Range of temperatures at which vLLM samples: it silently raises a lower temperature and refuses a higher one."""
@@ -35,11 +33,9 @@ class SamplingConfig(Table):
     """Probability mass of nucleus sampling; below 1 tokens are sampled from another distribution than the policy's, and
     the loss corrects this by importance weights (`cosmos_core/algorithms/correction.py`)."""
     top_k: TopK = -1
-    """Number of most likely tokens from which a token is sampled, with the same importance weights in the loss as
-    `top_p`; -1: all."""
+    """Number of most likely tokens to sample from, with the same importance weights in the loss as `top_p`; -1: all."""
     repetition_penalty: PositiveFloat = 1.0
-    """Penalty on the logits of repeated tokens, which above 1 become less likely, with the same importance weights in
-    the loss as `top_p`; 1: off."""
+    """Penalty on repeated tokens, less likely if above 1, with the importance weights of `top_p`; 1: off."""
 
 
 class RolloutAsyncConfig(Table):
@@ -60,9 +56,8 @@ class RolloutConfig(Table):
     denoiser of the trainer, for every diffusion model and Cosmos-RL's `diffusion_nft_rollout`; or a user class
     `path/file.py:Class`."""
     mode: Literal["sync", "async"] = "sync"
-    """Rule for the number of prompts that an engine in a separate process generates for at a time: `batch_size`, or
-    with `async` `async_config.max_concurrent_requests`. An engine in the trainer's processes always has
-    `batch_size`."""
+    """Rule for the number of prompts that an engine in a separate process has at a time: `batch_size`, or with `async`
+    `async_config.max_concurrent_requests`. An engine in the trainer's processes always has `batch_size`."""
     max_response_length: TokenCount = 2048
     """Maximum number of tokens of a completion. A completion is shorter if its prompt leaves fewer tokens of
     `policy.model_max_length`; a prompt that leaves none is skipped."""
@@ -82,8 +77,7 @@ class RolloutConfig(Table):
     sampling_config: SamplingConfig = SamplingConfig()
     """How tokens are sampled in training."""
     enforce_eager: Annotated[bool, ResultNeutral] = False
-    """Run vLLM without CUDA graphs, which saves their memory and the time to capture them (Cosmos-RL: true by default);
-    no effect on CPU."""
+    """Run vLLM without CUDA graphs, which saves memory and the time of capture (Cosmos-RL: true); no effect on CPU."""
     gpu_memory_utilization: Annotated[Fraction, Field(gt=0), ResultNeutral] = 0.8
     """Fraction of a GPU's memory that vLLM may use; no effect on CPU."""
     probe_interval: Annotated[PositiveInt, FieldUnit("train steps"), ResultNeutral] = 50
@@ -151,15 +145,11 @@ class RolloutConfig(Table):
             return
         conflicting_settings = self.native_transfer_conflicts + ["policy.lora"] * (stage.recipe.policy.lora is not None)
         if conflicting_settings:
-            yield (
-                f"rollout.weight_transfer = 'native' has no effect with {conflicting_settings[0]}: weights travel "
-                f"through host memory"
-            )
+            reason = "weights travel through host memory"
+            yield f"rollout.weight_transfer = 'native' has no effect with {conflicting_settings[0]}: {reason}"
         else:
-            yield (
-                "rollout.weight_transfer = 'native' has never run on a GPU; without a GPU or NCCL, weights travel "
-                "through host memory"
-            )
+            fallback = "without a GPU or NCCL, weights travel through host memory"
+            yield f"rollout.weight_transfer = 'native' has never run on a GPU; {fallback}"
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         yield from self._temperature_errors(stage)
@@ -170,11 +160,9 @@ class RolloutConfig(Table):
             elif self.n_generation < 2 and train_config.train_policy.dynamic_sampling is not None:
                 yield "rollout.n_generation = 1: variant = 'dapo' trains on groups that differ; make it at least 2"
             if stage.recipe.may_split_groups and stage.recipe.policy.is_diffusers:
-                yield (
-                    f"train.train_batch_per_replica = {train_config.train_batch_per_replica}: a train step of a "
-                    f"diffusion model has whole groups; make it a multiple of rollout.n_generation = "
-                    f"{self.n_generation}"
-                )
+                reason = "a train step of a diffusion model has whole groups"
+                remedy = f"make it a multiple of rollout.n_generation = {self.n_generation}"
+                yield f"train.train_batch_per_replica = {train_config.train_batch_per_replica}: {reason}; {remedy}"
             yield from self._greedy_sampling_errors(stage)
         has_separate_engines = stage.kind.feed == "rollouts" and stage.recipe.mode != "colocated"
         if has_separate_engines and train_config.ema_enable and stage.recipe.validation.enable:
@@ -184,10 +172,8 @@ class RolloutConfig(Table):
                 f"\"validate\", or take mode = 'colocated'"
             )
         if self.quantization != "none" and self.backend != "vllm":
-            yield (
-                f"rollout.quantization = {self.quantization!r}: backend {self.backend!r} computes with the trainer's "
-                f"weights; set it to 'none', or take backend = 'vllm'"
-            )
+            reason = f"backend {self.backend!r} computes with the trainer's weights"
+            yield f"rollout.quantization = {self.quantization!r}: {reason}; set it to 'none', or take backend = 'vllm'"
         if not stage.kind.has_mesh or (stage.kind.feed == "dataset" and not stage.recipe.validation.reward_function):
             return
         num_ranks = stage.recipe.policy.parallelism.world_size
@@ -210,10 +196,8 @@ class RolloutConfig(Table):
         min_temperature, max_temperature = VLLM_TEMPERATURES
         for key, temperature in temperature_by_key.items():
             if temperature != 0 and not min_temperature <= temperature <= max_temperature:
-                yield (
-                    f"{key} = {temperature}: vLLM samples between {min_temperature} and {max_temperature}, and takes 0 "
-                    f"for greedy; or set rollout.backend = 'hf'"
-                )
+                reason = f"vLLM samples between {min_temperature} and {max_temperature}, and takes 0 for greedy"
+                yield f"{key} = {temperature}: {reason}; or set rollout.backend = 'hf'"
 
     def _greedy_sampling_errors(self, stage: StageContext) -> Iterator[str]:
         """Yield errors for sampling settings with which all completions of a prompt are equal (nothing is learned)."""
@@ -222,10 +206,8 @@ class RolloutConfig(Table):
             return
         for name, value, greedy_value in (("temperature", sampling.temperature, 0.0), ("top_k", sampling.top_k, 1)):
             if value == greedy_value:
-                yield (
-                    f"rollout.sampling_config.{name} = {value} takes the likeliest token: the completions of a prompt "
-                    f"are the same, and nothing is learned of their differences; raise it"
-                )
+                reason = "the completions of a prompt are the same, and nothing is learned of their differences"
+                yield f"rollout.sampling_config.{name} = {value} takes the likeliest token: {reason}; raise it"
 
     def notices(self, stage: StageContext) -> Iterator[str]:
         yield from self._engine_notices(stage)
@@ -233,23 +215,14 @@ class RolloutConfig(Table):
         model_max_length = stage.recipe.policy.model_max_length
         has_text_rollouts = stage.kind.feed == "rollouts" and not stage.recipe.policy.is_diffusers
         if has_text_rollouts and stage.recipe.may_split_groups:
-            yield (
-                f"train.train_batch_per_replica = {stage.recipe.train.train_batch_per_replica}: groups of "
-                f"rollout.n_generation = {self.n_generation} completions are compared as a whole and spread over train "
-                f"steps"
-            )
+            groups = f"groups of rollout.n_generation = {self.n_generation} completions"
+            setting = f"train.train_batch_per_replica = {stage.recipe.train.train_batch_per_replica}"
+            yield f"{setting}: {groups} are compared as a whole and spread over train steps"
         if has_text_rollouts and self.max_response_length >= model_max_length:
-            yield (
-                f"rollout.max_response_length = {self.max_response_length}: a completion gets the tokens that its "
-                f"prompt leaves of policy.model_max_length = {model_max_length}"
-            )
-        sampling_fields, sampling_values = SamplingConfig.model_fields, dict(self.sampling_config)
-        distribution_keys = ("top_p", "top_k", "repetition_penalty")
-        changed_settings = [
-            f"{name} = {sampling_values[name]}"
-            for name in distribution_keys
-            if sampling_values[name] != sampling_fields[name].default
-        ]
+            limit = f"the tokens that its prompt leaves of policy.model_max_length = {model_max_length}"
+            yield f"rollout.max_response_length = {self.max_response_length}: a completion gets {limit}"
+        changed_keys = filter(self.sampling_config.is_set, ("top_p", "top_k", "repetition_penalty"))
+        changed_settings = [f"{name} = {getattr(self.sampling_config, name)}" for name in changed_keys]
         if changed_settings and stage.kind.trains_model and stage.recipe.train.train_policy.has_rollouts:
             yield (
                 f"rollout.sampling_config: {', '.join(changed_settings)}: training completions are not drawn from the "
@@ -263,7 +236,6 @@ class RolloutConfig(Table):
         return self.backend == "vllm"
 
     @field_validator("backend")
-    @classmethod
     def _replace_unknown_backend(cls, backend_name: str, info: ValidationInfo) -> str:
         if backend_name == "diffusion_nft_rollout":
             return "flow_sampler"
@@ -274,13 +246,8 @@ class RolloutConfig(Table):
 
     @model_validator(mode="after")
     def _check_engine_mesh(self) -> Self:
-        if self.backend != "vllm":
-            return self
-        for name, field in type(self.parallelism).model_fields.items():
-            mesh_size = getattr(self.parallelism, name)
-            if name not in _VLLM_MESH_KEYS and mesh_size != field.default:
-                raise ValueError(
-                    f"parallelism.{name} = {mesh_size!r}: backend {self.backend!r} takes only "
-                    f"{', '.join(sorted(_VLLM_MESH_KEYS))}; leave it out"
-                )
+        for name in filter(self.parallelism.is_set, type(self.parallelism).model_fields):
+            if self.backend == "vllm" and name not in _VLLM_MESH_KEYS:
+                reason = f"backend {self.backend!r} takes only {', '.join(sorted(_VLLM_MESH_KEYS))}"
+                raise ValueError(f"parallelism.{name} = {getattr(self.parallelism, name)!r}: {reason}; leave it out")
         return self

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from cosmos_core.config.schema.field_metadata import EnabledBy, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table, bounds_validator
-from cosmos_core.config.schema.value_types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
+from cosmos_core.config.schema.value_types import Fraction
 
 
 class KeepConfig(Table):
@@ -57,19 +57,16 @@ class SampleStageConfig(Table):
         if stage.kind.table != "sample":
             return
         if not train_policy.has_rollouts:
-            yield (
-                f"train.train_policy.type = {train_policy.type!r}: kind sample completes prompts and scores them; set "
-                f"train.train_policy.type = 'grpo' and name its reward_function"
-            )
+            reason = "kind sample completes prompts and scores them"
+            remedy = "set train.train_policy.type = 'grpo' and name its reward_function"
+            yield f"train.train_policy.type = {train_policy.type!r}: {reason}; {remedy}"
         if stage.recipe.policy.is_diffusers:
             yield "policy.is_diffusers = true: kind sample writes rows of text; take a language model"
         if self.pairs and stage.recipe.rollout.n_generation < 2:
             yield f"sample.pairs = {self.pairs!r} compares completions of a prompt; set rollout.n_generation above 1"
         if self.endpoint and stage.recipe.rollout.multi_turn_config.enable:
-            yield (
-                "rollout.multi_turn_config.enable = true: a server of sample.endpoint completes one turn, in its own "
-                "chat template and without tools; set it to false, or leave sample.endpoint out"
-            )
+            reason = "a server of sample.endpoint completes one turn, in its own chat template and without tools"
+            yield f"rollout.multi_turn_config.enable = true: {reason}; set it to false, or leave sample.endpoint out"
 
     def notices(self, stage: StageContext) -> Iterator[str]:
         recipe = stage.recipe
@@ -86,7 +83,6 @@ class SampleStageConfig(Table):
     @model_validator(mode="after")
     def _require_endpoint_model(self) -> Self:
         if bool(self.endpoint) != bool(self.endpoint_model):
-            raise ValueError(
-                f"endpoint = {self.endpoint!r} and endpoint_model = {self.endpoint_model!r}: name both, or neither"
-            )
+            settings = f"endpoint = {self.endpoint!r} and endpoint_model = {self.endpoint_model!r}"
+            raise ValueError(f"{settings}: name both, or neither")
         return self

@@ -2,11 +2,11 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import PositiveInt, model_validator
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.field_metadata import EnabledBy, FieldUnit
-from cosmos_core.config.schema.value_types import PositiveInt, TokenCount
+from cosmos_core.config.schema.value_types import TokenCount
 
 _RequiresLoadBalancing = EnabledBy("enable_dp_load_balancing")
 
@@ -17,8 +17,7 @@ class SupervisedConfig(AlgorithmConfig):
     type: Literal["sft"]
     """Kind of training: supervised fine-tuning."""
     dataloader_drop_last: bool = True
-    """Leave out the rows of an epoch that do not fill a batch, and use them in another epoch; False: the last batch of
-    an epoch may be smaller."""
+    """Leave out the rows of an epoch that fill no batch, for another epoch; False: the last batch may be smaller."""
     conversation_column_name: str = "conversations"
     """Column of the conversation; rows without it may have columns of other known names, which
     docs/reference/columns.md lists. In rows of pairs it is the column of the prompt, or rows have the column `prompt`.
@@ -59,15 +58,12 @@ class SupervisedConfig(AlgorithmConfig):
         if not self.enable_dp_load_balancing:
             return self
         if self.load_balanced_batching_strategy not in {"prefer_first", "prefer_closest"}:
-            raise ValueError(
-                f"load_balanced_batching_strategy = {self.load_balanced_batching_strategy!r} must be 'prefer_first' "
-                f"or 'prefer_closest'"
-            )
+            strategy = self.load_balanced_batching_strategy
+            rule = "must be 'prefer_first' or 'prefer_closest'"
+            raise ValueError(f"load_balanced_batching_strategy = {strategy!r} {rule}")
         if self.load_balanced_batches_per_optimizer_step < 1:
-            raise ValueError(
-                f"load_balanced_batches_per_optimizer_step = {self.load_balanced_batches_per_optimizer_step} must be "
-                f"at least 1"
-            )
+            num_batches = self.load_balanced_batches_per_optimizer_step
+            raise ValueError(f"load_balanced_batches_per_optimizer_step = {num_batches} must be at least 1")
         return self
 
     @property

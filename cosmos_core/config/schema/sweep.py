@@ -2,11 +2,11 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
 from cosmos_core.config.schema.field_metadata import ResultNeutral
 from cosmos_core.config.schema.table import Table, flatten_nonempty_tables
-from cosmos_core.config.schema.value_types import PositiveInt, StringOrList
+from cosmos_core.config.schema.value_types import StringOrList
 
 _MAX_BRANCHES = 256
 
@@ -15,8 +15,7 @@ class SweepBranch(Table):
     """`[[pipeline.stages.sweep.branches]]`: one branch of a sweep."""
 
     stages: Annotated[StringOrList, Field(min_length=1)]
-    """Stages of the branch, in order: the branch is judged by the metrics of all its stages, and its model is that of
-    the last stage which makes one."""
+    """Stages of the branch, in order: all report its metrics, and the last one that makes a model gives its model."""
     settings: Annotated[dict[str, Any], ResultNeutral] = {}
     """Values of the grid in this branch; set automatically."""
 
@@ -28,8 +27,7 @@ class SweepConfig(Table):
     """Lists of values by key, such as `"train.optm_lr" = [1e-5, 3e-5]`; each combination is a branch. A key is a key of
     the recipe, or `arguments.NAME` of a custom stage, optionally with the name of a stage in `through` as a prefix."""
     metric: str
-    """Metric by which the branches are compared, such as `validation/accuracy`, from the last stage of a branch that
-    reports it."""
+    """Metric that compares the branches, such as `validation/accuracy`, of the last stage that reports it."""
     mode: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value is the best; among equal values the first branch wins."""
     through: StringOrList = ()
@@ -40,7 +38,6 @@ class SweepConfig(Table):
     """Kind select: the branches to choose from; empty: each stage in its `after` is a branch. A grid sets this key."""
 
     @field_validator("grid")
-    @classmethod
     def _flatten_grid(cls, grid: dict[str, Any]) -> dict[str, Any]:
         flat_grid = flatten_nonempty_tables(grid)
         num_grid_points = 1

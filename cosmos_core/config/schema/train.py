@@ -4,7 +4,19 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from cosmos_core.config.schema.algorithm import DEFAULT_MINI_BATCH, AlgorithmConfig, find_algorithm_name, policy_types
 from cosmos_core.config.schema.checkpoint import CheckpointConfig
@@ -28,18 +40,7 @@ from cosmos_core.config.schema.precision import FP4Config, FP8Config
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.sft import SftConfig
 from cosmos_core.config.schema.table import StageContext, Table, add_notice, short_toml
-from cosmos_core.config.schema.value_types import (
-    Auto,
-    DType,
-    Fraction,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    RowCount,
-    StepCount,
-    StringList,
-)
+from cosmos_core.config.schema.value_types import Auto, DType, Fraction, RowCount, StepCount, StringList
 
 DEFAULT_SEED = 42
 _BetaDecay = Annotated[float, Field(ge=0, lt=1)]
@@ -87,8 +88,8 @@ class TrainConfig(Table):
     head, vectors and fused experts are updated by AdamW."""
     optm_lr: PositiveFloat | Annotated[tuple[PositiveFloat, ...], Field(strict=False)] | dict[str, PositiveFloat] = 1e-6
     """Peak learning rate: one number, or a table of rates by module path, where the deepest path that contains a
-    parameter applies and `global` is the rate of all other parameters; a list has one rate per model part, and there is
-    one model part."""
+    parameter applies and `global` is the rate of all others; a list has one rate per model part, and there is one
+    part."""
     optm_impl: _OptimizerImpl | Annotated[tuple[_OptimizerImpl, ...], Field(strict=False)] = "fused"
     """Implementation of the optimizer in torch (torchao has only one), or a list with one per model part, and there is
     one model part; `fused` on CPU needs float32 or bfloat16 as `master_dtype`."""
@@ -101,8 +102,7 @@ class TrainConfig(Table):
     optm_warmup_steps: Annotated[int | float, FieldUnit("train steps or fraction")] = 20
     """Length of the warm-up of the learning rate: a number of steps, or, as a float up to 1.0, a fraction of all."""
     optm_warmup_start_factor: Annotated[Fraction, EnabledBy("optm_warmup_steps")] = 0.0
-    """Factor of the learning rate at the start of the warm-up; the first step has one increment more, so that its
-    factor is never 0."""
+    """Factor of the learning rate before the warm-up; the first step has one increment more, so it is never 0."""
     optm_decay_ratio: Annotated[Fraction | None, EnabledBy("optm_decay_type")] = None
     """Fraction of all steps in which the learning rate decays; None: all steps after the warm-up."""
     optm_decay_type: Literal["none", "linear", "cosine", "sqrt"] | None = None
@@ -127,9 +127,8 @@ class TrainConfig(Table):
     """Dtype of the forward and backward pass, and of the export; an `export` stage whose recipe leaves it out has the
     dtype of the stage whose model it exports."""
     transfer_dtype: DType | None = None
-    """Dtype of weights in the transfer to the rollout engine, which casts them to its own dtype; None: `master_dtype`,
-    or `param_dtype` if vLLM would cast all weights to that. With `rollout.backend = "hf"` in the trainer's processes no
-    weights are transferred."""
+    """Dtype of weights in the transfer to the rollout engine, which casts them to its own; None: `master_dtype`, or
+    `param_dtype` if vLLM would cast all to that. Engines of the backend `hf` in the trainer get no transfer."""
     logprob_dtype: DType = "float32"
     """Dtype to which logits are cast before log-softmax in RL."""
     fsdp_reduce_dtype: DType = "float32"
@@ -138,8 +137,7 @@ class TrainConfig(Table):
     """Keep parameters, gradients and optimizer state in host memory, where the optimizer step also runs; the parameters
     of each block are gathered from there. Not yet run on a GPU."""
     fsdp_reshard_after_forward: Literal["always", "never", "default"] = "default"
-    """Whether the gathered parameters of a block are freed after its forward pass; `default`: unless there is pipeline
-    parallelism."""
+    """Whether gathered parameters of a block are freed after its forward pass; `default`: unless pipeline-parallel."""
     fp8: FP8Config = FP8Config()
     """Linear layers in 8-bit floating point."""
     fp4: FP4Config = FP4Config()
@@ -148,8 +146,7 @@ class TrainConfig(Table):
     seed: Annotated[int | None, AfterValidator(lambda seed: DEFAULT_SEED if seed is None or seed < 0 else seed)] = None
     """Seed of initialisation, order of rows and sampling; None or negative: 42."""
     deterministic: bool = False
-    """Use only deterministic kernels; an operation without one is an error. A CPU training on one rank is repeatable
-    without it."""
+    """Use only deterministic kernels; without one it is an error. A CPU training on one rank is repeatable anyway."""
     compile: bool | None = None
     """Compile each block with torch.compile, except with `tp_size` above 1, where torch 2.13 cannot compile for rows of
     any length; on CPU it needs a C++ compiler. None: true on a GPU, unless another setting excludes it; false on CPU,
@@ -157,8 +154,7 @@ class TrainConfig(Table):
     async_tp_enabled: bool = False
     """Overlap the communication of tensor parallelism with compute."""
     activation_offload: bool = False
-    """Keep activations (with recomputation: the inputs of blocks) in host memory until the backward pass. Not yet run
-    on a GPU."""
+    """Keep activations (or recomputed blocks' inputs) in host memory until the backward pass. Not yet run on a GPU."""
 
     sync_weight_interval: StepCount = 1
     """Number of train steps between two transfers of weights to the rollout engines; weights are also transferred when
@@ -199,18 +195,14 @@ class TrainConfig(Table):
         if self.master_dtype == "bfloat16" and self.param_dtype == "float32":
             yield "train.param_dtype = 'float32' is wider than train.master_dtype = 'bfloat16'; make them equal"
         if not self.train_policy.allows_validation_completions and stage.recipe.validation.reward_function:
-            yield (
-                f"validation.reward_function: held-out rows are {self.train_policy.rows}, and nothing is generated; "
-                "leave it out"
-            )
+            reason = f"held-out rows are {self.train_policy.rows}, and nothing is generated"
+            yield f"validation.reward_function: {reason}; leave it out"
 
     @field_validator("transfer_dtype")
-    @classmethod
     def _default_to_master_dtype(cls, transfer_dtype: DType | None, info: ValidationInfo) -> DType | None:
         return info.data.get("master_dtype") if transfer_dtype is None else transfer_dtype
 
     @field_validator("train_policy")
-    @classmethod
     def _derive_policy_settings(cls, train_policy: AlgorithmConfig, info: ValidationInfo) -> AlgorithmConfig:
         """Make `mini_batch` divide the batch size, and allow rollouts as old as the interval between weight syncs."""
         batch_size, sync_interval = info.data.get("train_batch_per_replica"), info.data.get("sync_weight_interval", 1)
@@ -228,7 +220,6 @@ class TrainConfig(Table):
         return train_policy
 
     @field_validator("coalesce_weight_sync")
-    @classmethod
     def _disable_coalesced_sync(cls, coalesces_sync: bool, info: ValidationInfo) -> bool:
         train_policy = info.data.get("train_policy")
         if not coalesces_sync or not isinstance(train_policy, RlConfig):
@@ -239,12 +230,10 @@ class TrainConfig(Table):
         return True
 
     @field_validator("resume")
-    @classmethod
     def _normalise_resume_setting(cls, resume_setting: bool | str) -> bool | str:
         return False if resume_setting in {"", "None", "False"} else resume_setting
 
     @field_validator("optm_lr", "optm_impl")
-    @classmethod
     def _unwrap_single_item(cls, item_or_list: Any) -> Any:
         """Return the item of a list of one item (Cosmos-RL: a value per model part), any other value unchanged."""
         if isinstance(item_or_list, dict) and "global" not in item_or_list:
@@ -254,14 +243,12 @@ class TrainConfig(Table):
         return item_or_list[0] if isinstance(item_or_list, tuple) and len(item_or_list) == 1 else item_or_list
 
     @field_validator("optm_warmup_steps")
-    @classmethod
     def _normalise_warmup_steps(cls, num_steps: int | float) -> int | float:
         if num_steps < 0 or (isinstance(num_steps, float) and num_steps > 1 and num_steps != int(num_steps)):
             raise ValueError(f"optm_warmup_steps = {num_steps} must be a count of steps or a fraction up to 1.0")
         return int(num_steps) if isinstance(num_steps, float) and num_steps > 1 else num_steps
 
     @field_validator("signal_to_handle")
-    @classmethod
     def _check_signal_names(cls, signal_names: tuple[str, ...]) -> tuple[str, ...]:
         import signal
 
@@ -279,13 +266,11 @@ class TrainConfig(Table):
 
     @property
     def rows_per_pass(self) -> int:
-        """Return the number of rows per forward pass: `train_policy.mini_batch` or, while a training has not measured
-        `auto`, its default."""
+        """Return `train_policy.mini_batch`, or its default while a training has not measured `auto`."""
         mini_batch = self.train_policy.mini_batch
         return math.gcd(self.train_batch_per_replica, DEFAULT_MINI_BATCH) if mini_batch == "auto" else mini_batch
 
     @model_validator(mode="before")
-    @classmethod
     def _infer_policy_type(cls, train_table: Any) -> Any:
         """Set a missing `type` of `train_policy` as Cosmos-RL does: `grpo` if the table has a key of GRPO only."""
         policy_table = train_table.get("train_policy") if isinstance(train_table, dict) else None
@@ -304,30 +289,23 @@ class TrainConfig(Table):
     def _check_exclusive_settings(self) -> Self:
         train_policy = self.train_policy
         if self.train_batch_per_replica % self.rows_per_pass:
-            raise ValueError(
-                f"train_batch_per_replica = {self.train_batch_per_replica} must be a multiple of "
-                f"train_policy.mini_batch = {train_policy.mini_batch}"
-            )
+            rule = f"must be a multiple of train_policy.mini_batch = {train_policy.mini_batch}"
+            raise ValueError(f"train_batch_per_replica = {self.train_batch_per_replica} {rule}")
         optimizer_batch_size = train_policy.batch_size_per_optimize if isinstance(train_policy, RlConfig) else None
         if optimizer_batch_size is not None and self.train_batch_per_replica % optimizer_batch_size:
-            raise ValueError(
-                f"train_batch_per_replica = {self.train_batch_per_replica} must be a multiple of "
-                f"train_policy.batch_size_per_optimize = {optimizer_batch_size}"
-            )
+            rule = f"must be a multiple of train_policy.batch_size_per_optimize = {optimizer_batch_size}"
+            raise ValueError(f"train_batch_per_replica = {self.train_batch_per_replica} {rule}")
         if self.optm_impl == "fused" and self.master_dtype == "float16":
             raise ValueError("optm_impl = 'fused' needs master_dtype float32 or bfloat16")
         if self.async_tp_enabled and self.compile is False:
             raise ValueError("async_tp_enabled = true needs compile = true; set compile = true or leave it out")
         if train_policy.has_token_based_batches and self.max_num_steps is None:
-            raise ValueError(
-                "train_policy.enable_dp_load_balancing = true needs max_num_steps: batches differ in rows, so the "
-                "length of an epoch is unknown; set train.max_num_steps"
-            )
+            reason = "batches differ in rows, so the length of an epoch is unknown"
+            remedy = "set train.max_num_steps"
+            raise ValueError(f"train_policy.enable_dp_load_balancing = true needs max_num_steps: {reason}; {remedy}")
         if isinstance(train_policy, RlConfig) and train_policy.on_policy and self.sync_weight_interval != 1:
-            raise ValueError(
-                f"train_policy.on_policy = true needs sync_weight_interval = 1, not {self.sync_weight_interval}: "
-                f"rollouts of older weights are off-policy"
-            )
+            rule = f"needs sync_weight_interval = 1, not {self.sync_weight_interval}"
+            raise ValueError(f"train_policy.on_policy = true {rule}: rollouts of older weights are off-policy")
         return self
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Self
 
-from pydantic import ValidationInfo, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat, ValidationInfo, model_validator
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.field_metadata import EnabledBy, ResultNeutral
@@ -11,8 +11,6 @@ from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import StageContext, Table, add_notice
 from cosmos_core.config.schema.value_types import (
     CompletionCount,
-    NonNegativeFloat,
-    PositiveFloat,
     RewardWeights,
     RowCount,
     StepCount,
@@ -65,8 +63,7 @@ class ValidationConfig(Table):
     """Reward functions of validation; empty: those of training. With SFT, held-out rows are completed and scored with
     these functions in addition to the loss."""
     reward_env: Annotated[StringOrList, ResultNeutral] = ()
-    """Names of environment variables that reward functions receive in addition to those of
-    `train.train_policy.reward_env`."""
+    """Environment variables that reward functions receive besides `train.train_policy.reward_env`."""
     use_remote_reward: bool | None = None
     """Use the reward service; the value must be that of training. None: as in training."""
     remote_reward: Annotated[RemoteRewardConfig | None, EnabledBy("use_remote_reward")] = None
@@ -83,26 +80,21 @@ class ValidationConfig(Table):
         max_response_tokens, model_max_length = self.max_response_length or 0, stage.recipe.policy.model_max_length
         completes_prompts = stage.measures_held_out_rows and stage.recipe.has_validation_completions
         if completes_prompts and not stage.recipe.policy.is_diffusers and max_response_tokens >= model_max_length:
-            yield (
-                f"validation.max_response_length = {max_response_tokens}: a completion gets the tokens that its prompt "
-                f"leaves of policy.model_max_length = {model_max_length}"
-            )
+            limit = f"the tokens that its prompt leaves of policy.model_max_length = {model_max_length}"
+            yield f"validation.max_response_length = {max_response_tokens}: a completion gets {limit}"
         is_greedy = self.temperature == 0 or self.top_k == 1
         if self.n_generation > 1 and is_greedy and not stage.recipe.policy.is_diffusers:
-            yield (
-                f"validation.n_generation = {self.n_generation}: the completions of a prompt are the same: each "
-                f"takes the likeliest token; set validation.temperature = 1 and validation.top_k = -1 to draw"
-            )
+            reason = "the completions of a prompt are the same: each takes the likeliest token"
+            remedy = "set validation.temperature = 1 and validation.top_k = -1 to draw"
+            yield f"validation.n_generation = {self.n_generation}: {reason}; {remedy}"
         train_policy = stage.recipe.train.train_policy
         measures_named_rows = self.dataset.name and stage.kind.scores and stage.measures_held_out_rows
         for key, table in train_policy.tables_by_dataset.items() if measures_named_rows else ():
             rows = table.dataset
             have_same_folder = getattr(rows, "local_dir", "") == self.dataset.local_dir
             if have_same_folder and rows.model_dump(include=_ROW_KEYS) == self.dataset.model_dump(include=_ROW_KEYS):
-                yield (
-                    f"validation.dataset.name = {self.dataset.name!r}: its rows are trained on too ({key}); name other "
-                    f"rows or another split, or leave it out and hold rows out with test_size"
-                )
+                remedy = "name other rows or another split, or leave it out and hold rows out with test_size"
+                yield f"validation.dataset.name = {self.dataset.name!r}: its rows are trained on too ({key}); {remedy}"
         is_default_reward = "reward_function" not in train_policy.model_fields_set and not self.reward_function
         has_dataset_rewards = any(each.reward_function for each in train_policy.datasets)
         is_scored = completes_prompts and train_policy.validation_rewards

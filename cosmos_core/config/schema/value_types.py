@@ -10,12 +10,8 @@ from cosmos_core.registry import is_import_path
 
 DType = Literal["float32", "bfloat16", "float16"]
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
 ClampedInt = Annotated[int, AfterValidator(lambda number: max(0, number))]
 """Integer that is replaced by 0 if it is negative."""
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 StepCount = Annotated[int, Field(gt=0), FieldUnit("train steps")]
@@ -98,7 +94,7 @@ ModelName = Annotated[str, AfterValidator(_require_model_name), ResultNeutral, R
 """Name of a model in a key `model_name_or_path`, such as a folder or a Hub id; an empty name is refused."""
 
 
-def check_regular_expressions(patterns: Any) -> Any:
+def check_regexes(patterns: Any) -> Any:
     """Return patterns, or a table with patterns as keys; raise ValueError if one is not a regular expression."""
     for pattern in patterns or ():
         try:
