@@ -194,12 +194,11 @@ def _read_csv(path: Path) -> Iterator[LocatedRow]:
             if repeated_names := [name for name in header if name and header.count(name) > 1]:
                 raise DataError(f"{path.name}: the header names {repeated_names[0]!r} twice")
             for fields in csv_rows:
+                location = f"{path.name}:{csv_reader.line_num}"
                 if len(fields) != len(header):
-                    raise DataError(
-                        f"{path.name}:{csv_reader.line_num}: the line does not have the {len(header)} fields of the "
-                        f"header; quote fields that contain {_CSV_SEPARATORS[separator]}"
-                    )
-                yield f"{path.name}:{csv_reader.line_num}", dict(zip(header, fields, strict=True))
+                    problem = f"the line does not have the {len(header)} fields of the header"
+                    raise DataError(f"{location}: {problem}; quote fields that contain {_CSV_SEPARATORS[separator]}")
+                yield location, dict(zip(header, fields, strict=True))
         except csv.Error as error:
             raise DataError(f"{path.name}:{csv_reader.line_num}: malformed CSV, {error}") from None
 

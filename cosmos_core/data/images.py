@@ -67,10 +67,9 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
     repeats_turns = all(isinstance(each, str | dict) for each in unshown_images) and unshown_images == image_sources
     # Images of the column that no turn shows are an error, unless the column only repeats the images in the turns.
     if num_missing_images or (unshown_images and not repeats_turns):
-        raise DataError(
-            f"{location}: the turns show {len(image_sources)} images and the row has "
-            f"{len(image_sources) - num_missing_images + len(unshown_images)}; write <image> once for each image"
-        )
+        num_row_images = len(image_sources) - num_missing_images + len(unshown_images)
+        problem = f"the turns show {len(image_sources)} images and the row has {num_row_images}"
+        raise DataError(f"{location}: {problem}; write <image> once for each image")
     string_contents = [turn["content"] for turn in turns if isinstance(turn["content"], str)]
     if marked_text := next(filter(re.compile(r"\A\s*<image>|<image>\s*\Z").search, string_contents), None):
         problem = f"the turn {marked_text[:40]!r} shows an image, and the row names none"

@@ -48,7 +48,7 @@ def find_learned_spans(
         raise SkippedRow(location, "without an assistant turn to learn")
     turns, rendered_text = render(renderer, turns, location, tools=tools)
     check_tools(tools, rendered_text, location)
-    tokenizer = renderer.tokenizer if isinstance(renderer, ProcessorMixin) else renderer
+    tokenizer: PreTrainedTokenizerBase = renderer.tokenizer if isinstance(renderer, ProcessorMixin) else renderer
     added_tokens, end_token_texts = list_added_tokens(tokenizer), _decode_end_tokens(tokenizer, stop_ids)
     render_messages = partial(render_template, renderer, location=location, tools=tools)
     if not any(map(str.strip, chain.from_iterable(get_turn_texts(turn) for turn in turns if is_trained_turn(turn)))):
@@ -112,10 +112,9 @@ def _select_trained_spans(
     selected_spans = [span for span in generation_spans if _is_span_overlapping(span, trained_spans)]
     untrained_spans = [turn_span for turn_span in turn_spans if turn_span not in trained_spans]
     if any(_is_span_overlapping(span, untrained_spans) for span in selected_spans):
-        raise DataError(
-            f"{location}: weight = 0 leaves out a turn, and the chat template marks it together with another; put "
-            "{% generation %} around each turn, or leave out `weight`"
-        )
+        remedy = "put {% generation %} around each turn, or leave out `weight`"
+        problem = "weight = 0 leaves out a turn, and the chat template marks it together with another"
+        raise DataError(f"{location}: {problem}; {remedy}")
     return selected_spans
 
 

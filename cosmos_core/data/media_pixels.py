@@ -123,9 +123,8 @@ def _decode_image(media_content: MediaContent) -> Image:
             image = pillow.alpha_composite(pillow.new("RGBA", image.size, "white"), image.convert("RGBA"))
         return convert_to_rgb(image)
     except pillow.UnidentifiedImageError:  # replace Pillow's message, which has a memory address that varies by run
-        raise DataError(
-            f"it cannot be decoded: no image ({len(image_bytes)} bytes that begin with {image_bytes[:8]!r}); replace it"
-        ) from None
+        content_description = f"{len(image_bytes)} bytes that begin with {image_bytes[:8]!r}"
+        raise DataError(f"it cannot be decoded: no image ({content_description}); replace it") from None
 
 
 def _resize_and_crop(image: Image, frame_settings: FrameSettings) -> np.ndarray:
@@ -199,10 +198,8 @@ def _count_frames(media_content: MediaContent) -> int:
         is_truncated = end_seconds < min_end_seconds and (end_seconds > 0 or not num_shown_frames)
     if is_truncated:
         header_length = f"{num_header_frames} frames" if num_header_frames else f"{header_seconds:g} s"
-        raise DataError(
-            f"it is cut off: its head says {header_length}, and it ends after {num_shown_frames} frames, "
-            f"{end_seconds:.3g} s"
-        )
+        shown_length = f"{num_shown_frames} frames, {end_seconds:.3g} s"
+        raise DataError(f"it is cut off: its head says {header_length}, and it ends after {shown_length}")
     return num_shown_frames
 
 

@@ -77,9 +77,8 @@ class _MediaTable(IndexedSequence[RowT]):
             shard_file, tensor_names = _open_shard(path)
             return {name: shard_file.get_tensor(f"{entry_key}.{name}") for name in tensor_names[entry_key]}
         except (OSError, KeyError, SafetensorError) as error:
-            raise DataError(
-                f"{path} is missing or damaged ({first_line(error)}); delete its folder and run the prepare stage again"
-            ) from error
+            remedy = "delete its folder and run the prepare stage again"
+            raise DataError(f"{path} is missing or damaged ({first_line(error)}); {remedy}") from error
 
 
 class MediaRows(_MediaTable[MediaRow]):

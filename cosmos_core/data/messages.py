@@ -70,9 +70,7 @@ class ColumnTrackingRow(Row):
         super().__init__({name: value for name, value in row.items() if name not in excluded_columns})
         self.update({standard_name: row[name] for standard_name, name in column_names.items()})
         self.original_row, self.column_names, self._read_columns = row, column_names, set[str]()
-        self._filled_columns = [
-            name for name, value in row.items() if not isinstance(value, str | list | None) or value
-        ]
+        self._filled_columns = [name for name, cell in row.items() if not isinstance(cell, str | list | None) or cell]
 
     def __getitem__(self, name: str) -> Any:
         self._read_columns.add(name)
@@ -175,10 +173,8 @@ def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit m
             raise DataError(f"{location}: no column {name!r} (train_policy.{key}); the row has {describe_columns(row)}")
     present_prompt_column = prompt_column or find_column(row, PROMPT_COLUMNS)
     if not present_prompt_column:
-        raise MissingColumn(
-            f"{location}: no prompt among the columns {describe_columns(row)}; set "
-            "train.train_policy.prompt_column_name"
-        )
+        remedy = "set train.train_policy.prompt_column_name"
+        raise MissingColumn(f"{location}: no prompt among the columns {describe_columns(row)}; {remedy}")
     turns = read_column_turns(row, present_prompt_column, "user", location, with_images)
     turns = add_system_turn(turns, read_system_prompt(row) or system_prompt)
     reference_response = _read_reference_response(row, response_column, location)
@@ -194,10 +190,8 @@ def read_held_out_prompt(
     DataError if the row is plain text or no conversation, and SkippedRow if it has no user turn."""
     conversation = read_conversation(row, location, column, system_prompt, with_images=with_images)
     if isinstance(conversation, str):
-        raise DataError(
-            f"{location}: plain text has no prompt to complete; give validation.dataset conversations, "
-            "or leave validation.reward_function empty to measure the loss"
-        )
+        remedy = "give validation.dataset conversations, or leave validation.reward_function empty to measure the loss"
+        raise DataError(f"{location}: plain text has no prompt to complete; {remedy}")
     return _extract_prompt(conversation, _read_reference_response(row, "", location), location)
 
 

@@ -89,10 +89,8 @@ def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) ->
     """Return the number of optimizer steps in one pass over the rows; with `drop_last` the rows that do not fill a
     batch are left out of the epoch. Raise DataError if the rows do not fill one batch."""
     if num_rows < (batch_size if drop_last else 1):
-        raise DataError(
-            f"the data set has {num_rows} rows, fewer than one batch of {batch_size}; "
-            "lower train.train_batch_per_replica or give more rows"
-        )
+        remedy = "lower train.train_batch_per_replica or give more rows"
+        raise DataError(f"the data set has {num_rows} rows, fewer than one batch of {batch_size}; {remedy}")
     return num_rows // batch_size if drop_last else -(-num_rows // batch_size)
 
 

@@ -81,10 +81,8 @@ def read_preference(
         problem = "weight = 0 in `chosen` or `rejected` or loss = false"
         raise DataError(f"{location}: {problem}: they are compared as a whole; leave it out")
     if not prompt and prompt_column is None:
-        raise MissingColumn(
-            f"{location}: no prompt among the columns {describe_columns(row)}; name it `prompt`, or set "
-            "train.train_policy.prompt_column_name"
-        )
+        remedy = "name it `prompt`, or set train.train_policy.prompt_column_name"
+        raise MissingColumn(f"{location}: no prompt among the columns {describe_columns(row)}; {remedy}")
     if not any(turn["role"] != "assistant" and is_filled(turn, "content") for turn in prompt):
         raise SkippedRow(location, "without a prompt")
     if prompt[-1]["role"] == "assistant":
@@ -107,10 +105,9 @@ def read_label(row: Row, location: str) -> bool:
     """Return whether the completion of a row is desirable; raise DataError if the row has no valid label."""
     cell = row.get(find_column(row, ("label", "kto_tag")) or "label")
     if (label := _LABEL_BY_TEXT.get(str(cell).lower())) is None:
-        raise DataError(
-            f"{location}: label {cell!r} among the columns {describe_columns(row)} must be true or false, or 1 or 0; "
-            "set train.train_policy.label_column_name to the column that says whether the response is desirable"
-        )
+        problem = f"label {cell!r} among the columns {describe_columns(row)} must be true or false, or 1 or 0"
+        remedy = "set train.train_policy.label_column_name to the column that says whether the response is desirable"
+        raise DataError(f"{location}: {problem}; {remedy}")
     return label
 
 
@@ -147,10 +144,9 @@ def _select_longer_prompt(
     system_roles = {"system", "developer"}
     if all(turn["role"] in system_roles for turn in shared_turns) and prompt[0]["role"] not in system_roles:
         return [*shared_turns, *prompt]
-    raise DataError(
-        f"{location}: column {column!r} says {' '.join(get_turn_texts(prompt[-1]))[:40]!r} and `chosen` begins with "
-        f"{' '.join(get_turn_texts(shared_turns[-1]))[:40]!r}; give one prompt"
-    )
+    text, shared_text = (" ".join(get_turn_texts(turns[-1]))[:40] for turns in (prompt, shared_turns))
+    problem = f"column {column!r} says {text!r} and `chosen` begins with {shared_text!r}"
+    raise DataError(f"{location}: {problem}; give one prompt")
 
 
 def _read_completions(row: Row, location: str, with_images: bool) -> list[list[Message] | str]:
@@ -178,10 +174,8 @@ def _read_completions(row: Row, location: str, with_images: bool) -> list[list[M
 def _read_completion(row: Row, column: str, location: str, with_images: bool) -> list[Message] | str:
     completion = row.get(column)
     if completion is None:
-        raise MissingColumn(
-            f"{location}: no {column!r} among the columns {describe_columns(row)}; give both completions, or set "
-            f"train.train_policy.{column}_column_name"
-        )
+        remedy = f"give both completions, or set train.train_policy.{column}_column_name"
+        raise MissingColumn(f"{location}: no {column!r} among the columns {describe_columns(row)}; {remedy}")
     completion = decode_conversation(completion, location)
     if isinstance(completion, str):
         return read_content(completion, location)
@@ -191,10 +185,8 @@ def _read_completion(row: Row, column: str, location: str, with_images: bool) ->
 def _split_plain_preference(chosen: str, rejected: str, location: str) -> Preference:
     prompt = chosen[: common_prefix_length(chosen, rejected)]
     if not prompt.strip():
-        raise DataError(
-            f"{location}: the texts of `chosen` and `rejected` begin differently, and there is no column `prompt`; "
-            "give one, or set train.train_policy.prompt_column_name"
-        )
+        problem = "the texts of `chosen` and `rejected` begin differently, and there is no column `prompt`"
+        raise DataError(f"{location}: {problem}; give one, or set train.train_policy.prompt_column_name")
     if prompt in {chosen, rejected}:
         raise SkippedRow(location, "with an empty answer")
     return Preference(prompt, chosen[len(prompt) :], rejected[len(prompt) :])

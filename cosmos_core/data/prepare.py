@@ -208,10 +208,8 @@ def _make_mixture_statistics(sources: list[_RowSource], counts_by_source: list[S
     total_rows = sum(entry["rows"] for entry in entries)
     for entry, count in zip(entries, divide_in_proportion(total_rows, [e["weight"] for e in entries]), strict=True):
         if not count and entry["rows"]:
-            raise DataError(
-                f"train.train_policy.datasets: the weight of {entry['source']} is {entry['weight']:g}, which gives it "
-                f"none of the {total_rows:,} rows of an epoch; raise it"
-            )
+            problem = f"is {entry['weight']:g}, which gives it none of the {total_rows:,} rows of an epoch"
+            raise DataError(f"train.train_policy.datasets: the weight of {entry['source']} {problem}; raise it")
     return entries
 
 

@@ -92,9 +92,8 @@ def _preview_split(stage: Stage, encoders: Encoders, split_name: str, split: Med
         details += f", clips of {frame_rate_text} frames a second"
         details += ", which are learned frame by frame" if len(clip_fps) > 1 else ""
     details += f", {len(skip_reasons):,} left out (first: {skip_reasons[0]})" if skip_reasons else ""
-    prompts = [
-        {"text": row.prompt, "reference": "", "metadata": json.loads(row.metadata)} for row in split.kept_rows[:2]
-    ]
+    rows = split.kept_rows[:2]
+    prompts = [{"text": row.prompt, "reference": "", "metadata": json.loads(row.metadata)} for row in rows]
     return f"{split_name}: {num_usable_rows:,} rows{details}", num_usable_rows, list(prompts)
 
 

@@ -121,10 +121,9 @@ def check_token_ids(folder: Path, num_embeddings: int) -> None:
         if max_token_id is not None and max_token_id >= num_embeddings:
             rows = zip(table[LOCATION_COLUMN], table[column_name], strict=True)
             location = next(row_location for row_location, ids in rows if max(ids.as_py(), default=0) >= num_embeddings)
-            raise DataError(
-                f"{location}: token id {max_token_id} has no embedding, of which the model "
-                f"has {num_embeddings:,}; save the tokenizer of the model beside it, or resize its embeddings"
-            )
+            problem = f"token id {max_token_id} has no embedding, of which the model has {num_embeddings:,}"
+            remedy = "save the tokenizer of the model beside it, or resize its embeddings"
+            raise DataError(f"{location}: {problem}; {remedy}")
 
 
 def find_longest_row_length(folder: Path, column_suffix: str = "_ids", split: str = "*") -> int:
@@ -184,10 +183,8 @@ def _find_row_kind(path: Path, schema: pa.Schema, *row_kinds: RowKind) -> RowKin
     row_kind_name = (schema.metadata or {}).get(b"rows", b"").decode()
     if row_kind_name not in ([row_kind.name for row_kind in row_kinds] or list_row_kind_names()):
         expected_kind = f"{row_kinds[0].name} {row_kinds[0].rows_purpose}" if row_kinds else "known ones"
-        raise DataError(
-            f"{path} holds {row_kind_name or 'unknown rows'}, but {expected_kind} are needed; "
-            "prepare the data with the recipe of the stage that reads it"
-        )
+        remedy = "prepare the data with the recipe of the stage that reads it"
+        raise DataError(f"{path} holds {row_kind_name or 'unknown rows'}, but {expected_kind} are needed; {remedy}")
     return load_row_kind(row_kind_name)
 
 

@@ -27,10 +27,9 @@ def make_generator_reader(generator_name: str, arguments: Mapping[str, Any], con
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise DataError(
-            f"{config_key}.name = {name!r}: the package reasoning-gym cannot be imported ({first_line(error)}); pip "
-            "install 'cosmos-posttrain[reasoning-gym]'"
-        ) from error
+        problem = f"the package reasoning-gym cannot be imported ({first_line(error)})"
+        remedy = "pip install 'cosmos-posttrain[reasoning-gym]'"
+        raise DataError(f"{config_key}.name = {name!r}: {problem}; {remedy}") from error
     if generator_name not in DATASETS:
         problem = f"reasoning-gym has no generator {generator_name!r}{suggest_names(generator_name, list(DATASETS))}"
         raise DataError(f"{config_key}.name = {name!r}: {problem}")

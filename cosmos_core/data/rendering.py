@@ -71,10 +71,8 @@ def render(
             raise RefusedRow(location, f"with a {turn['role']} turn that the chat template leaves out")
         # Templates of some vision models expect parts as content of a turn, and render nothing for a string.
         if turn["role"] == "user":
-            raise DataError(
-                f"{location}: the chat template leaves out the user's text {' '.join(get_turn_texts(turn))[:40]!r}; "
-                "use a template that accepts strings as content"
-            )
+            problem = f"the chat template leaves out the user's text {' '.join(get_turn_texts(turn))[:40]!r}"
+            raise DataError(f"{location}: {problem}; use a template that accepts strings as content")
     _check_tool_calls_and_reasoning(rendered_turns, rendered_text, location)
     return rendered_turns, rendered_text
 

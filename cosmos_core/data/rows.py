@@ -82,11 +82,9 @@ class Rows:
         return Rows(self._readers, self.folder, selection_mask)
 
 
-def load_rows(
-    dataset: RowsConfig, config_key: str = "dataset", dataset_loader: UserDatasetLoader | None = None
-) -> Rows:
+def load_rows(dataset: RowsConfig, config_key: str = "dataset", loader: UserDatasetLoader | None = None) -> Rows:
     """Return the rows of all splits of a data set, in order; `config_key` names the data set's table in messages.
-    Without a `dataset_loader`, user-defined data set classes are not allowed. Raise ConfigError if the user's class
+    Without a `loader`, user-defined data set classes are not allowed. Raise ConfigError if the user's class
     does not exist, and DataError if the data set or a split is missing or malformed, or holds no rows."""
     if not dataset.name.strip():
         raise DataError(f"{config_key}.name is empty; give a file, a folder or a Hub id")
@@ -100,8 +98,8 @@ def load_rows(
     if os.path.exists(path):
         path, declared_files = _find_data_folder(path, dataset.subset, config_key)
         readers = [reader for split in dataset.split for reader in _open_split(path, split, config_key, declared_files)]
-    elif is_user_code(dataset.name) and dataset_loader:
-        readers = [dataset_loader.make_row_reader(dataset.name, config_key)]
+    elif is_user_code(dataset.name) and loader:
+        readers = [loader.make_row_reader(dataset.name, config_key)]
     elif dataset.name.startswith((".", "/", "~")) or dataset.name.count("/") > 1 or data_suffix(dataset.name):
         searched_folders = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
         problem = f"{config_key}.name = {str(path)!r}: it does not exist{searched_folders}"
@@ -269,10 +267,8 @@ def _check_file_names(files: list[Path], config_key: str) -> None:
     for file in files:
         first_file = file_by_stem.setdefault(file.name[: -len(data_suffix(file.name))], file)
         if first_file is not file:
-            raise DataError(
-                f"{config_key}.name: {file.parent} has {first_file.name} and {file.name}, and one is probably a copy "
-                "of the other; remove or rename one"
-            )
+            problem = f"{file.parent} has {first_file.name} and {file.name}, and one is probably a copy of the other"
+            raise DataError(f"{config_key}.name: {problem}; remove or rename one")
 
 
 def _warn_of_missing_files(files: list[Path], config_key: str) -> None:
@@ -343,10 +339,9 @@ def _load_hub_split(dataset: RowsConfig, split: str, config_key: str) -> RowRead
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         if is_machine_error(error) or (is_network_error(error) and is_hub_reachable()):
             raise
-        raise DataError(
-            f"{config_key}.name = {dataset.name!r} is no local file and could not be had from the Hub: "
-            f"{first_line(error)}; check the name, {config_key}.subset and split, and the network, or give a local path"
-        ) from error
+        problem = f"is no local file and could not be had from the Hub: {first_line(error)}"
+        remedy = f"check the name, {config_key}.subset and split, and the network, or give a local path"
+        raise DataError(f"{config_key}.name = {dataset.name!r} {problem}; {remedy}") from error
     return make_dataset_reader(hub_dataset, f"{dataset.name}[{split}]")
 
 

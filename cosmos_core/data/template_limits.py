@@ -103,9 +103,8 @@ def limit_resources(code_description: str) -> Iterator[None]:
     except _TimeLimitExceeded as error:
         raise ModelError(f"{code_description} runs on beyond {MAX_TEMPLATE_SECONDS:g} s; {_TEMPLATE_REMEDY}") from error
     except MemoryError as error:
-        raise ModelError(
-            f"{code_description} takes more than {MAX_TEMPLATE_BYTES / 2**30:g} GiB of memory; {_TEMPLATE_REMEDY}"
-        ) from error
+        memory_text = f"{MAX_TEMPLATE_BYTES / 2**30:g} GiB of memory"
+        raise ModelError(f"{code_description} takes more than {memory_text}; {_TEMPLATE_REMEDY}") from error
     finally:
         if is_main_thread:
             _process_limits.deadline = math.inf

@@ -72,10 +72,9 @@ class UserDatasetLoader:
         user_object = import_user_code(algorithm.data_packer)
         defined_methods = vars(user_object if inspect.isclass(user_object) else type(user_object))
         if unsupported_methods := [name for name in _UNSUPPORTED_METHODS if name in defined_methods]:
-            raise ConfigError(
-                f"{setting} has {', '.join(unsupported_methods)}, which nothing calls here: batches are made by the "
-                "model's adapter; remove it, or write an algorithm of your own"
-            )
+            problem = "which nothing calls here: batches are made by the model's adapter"
+            remedy = "remove it, or write an algorithm of your own"
+            raise ConfigError(f"{setting} has {', '.join(unsupported_methods)}, {problem}; {remedy}")
         method_name = load_tokenised_kind(algorithm.rows).packer_method
         with convert_user_code_errors(setting, user_object):
             packer = _instantiate_user_object(user_object, self._recipe)
@@ -159,10 +158,8 @@ def _convert_item(item: Any, algorithm: AlgorithmConfig, location: str) -> Row:
         return {text_column: list(item)}
     prompt_or_turns = getattr(item, "conversation", None) or getattr(item, "prompt", None)
     if prompt_or_turns is None:
-        raise DataError(
-            f"{location} is a {type(item).__name__}; the rule is a dict, a list of turns, a string, or an object with "
-            "prompt or conversation"
-        )
+        item_rule = "the rule is a dict, a list of turns, a string, or an object with prompt or conversation"
+        raise DataError(f"{location} is a {type(item).__name__}; {item_rule}")
     reference_response = getattr(item, "reference_answer", None)
     return _convert_item(prompt_or_turns, algorithm, location) | _make_reference_row(reference_response, algorithm)
 

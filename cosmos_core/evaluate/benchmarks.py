@@ -47,10 +47,8 @@ def open_benchmarks(config: EvaluateConfig) -> Benchmarks:
     names = [name for name in names if name not in contained]
     for name, task in tasks.items():
         if getattr(task, "UNSAFE_CODE", False) and not config.confirm_run_unsafe_code:
-            raise ConfigError(
-                f"evaluate.tasks: {name!r} executes code that the model writes, without a sandbox; set "
-                f"evaluate.confirm_run_unsafe_code = true to allow it"
-            )
+            problem = f"{name!r} executes code that the model writes, without a sandbox"
+            raise ConfigError(f"evaluate.tasks: {problem}; set evaluate.confirm_run_unsafe_code = true to allow it")
         if getattr(task, "MULTIMODAL", False):
             raise ConfigError(f"evaluate.tasks: {name!r} has images, and evaluations have text alone; leave it out")
     num_items_by_name = {name: len(task.eval_docs) for name, task in tasks.items()}

@@ -105,9 +105,7 @@ def _describe_model(stage: Stage) -> str:
     model_config = load_config(stage.model, policy.model_revision)
     tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template if uses_chat_template else None)
     if uses_chat_template and not tokenizer.chat_template:
-        raise ModelError(
-            f"evaluate.apply_chat_template = true: {stage.model!r} has no chat template; set it to false, or "
-            "policy.chat_template to one"
-        )
+        problem = f"evaluate.apply_chat_template = true: {stage.model!r} has no chat template"
+        raise ModelError(f"{problem}; set it to false, or policy.chat_template to one")
     check_weights(stage.model)
     return next(iter(model_config.architectures or ()), type(model_config).__name__)

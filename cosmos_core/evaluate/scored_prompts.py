@@ -76,10 +76,8 @@ def average_scores(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
         prompt_means = [item.mean_rewards() for item in set_prompts]
         reward_names = dict.fromkeys(reward_name for reward_values in prompt_means for reward_name in reward_values)
         if not reward_names:
-            error_class = RewardError if set_prompts[0].is_permanent_error else StageFailed
-            raise error_class(
-                f"no sample of prompt set {set_name!r} has a valid reward; the first: {set_prompts[0].error}"
-            )
+            error_text = f"no sample of prompt set {set_name!r} has a valid reward; the first: {set_prompts[0].error}"
+            raise RewardError(error_text) if set_prompts[0].is_permanent_error else StageFailed(error_text)
         for reward_name in reward_names:
             reward_values = [item[reward_name] for item in prompt_means if reward_name in item]
             metrics[f"evaluation/{set_name}/{reward_name}"] = float(np.mean(reward_values))

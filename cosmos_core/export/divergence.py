@@ -85,10 +85,9 @@ def measure_divergence(folder: Path, use_vllm: bool, rows: Sequence[TokenIds], r
     kl, uniform_kl = sum(kl_sums) / num_tokens, uniform_kl_sum / num_tokens
     divergence = Divergence(kl, standard_error, num_same_top_tokens / num_tokens, uniform_kl, num_tokens)
     if not divergence.kl < divergence.uniform_kl:  # unlike `>=`, `not <` is also True for NaN
-        raise StageFailed(
-            f"its divergence from the exported model is {divergence.kl:.3g} nats per token, that of the uniform "
-            f"distribution {divergence.uniform_kl:.3g}: it is another model"
-        )
+        kl_text = f"its divergence from the exported model is {divergence.kl:.3g} nats per token"
+        uniform_text = f"that of the uniform distribution {divergence.uniform_kl:.3g}: it is another model"
+        raise StageFailed(f"{kl_text}, {uniform_text}")
     return divergence
 
 

@@ -145,10 +145,8 @@ def _find_prepared_rows(stage: Stage) -> Path:
                     )
                 return upstream_stage.data
             upstream_results += upstream_stage.inputs.values()
-    raise DataError(
-        f"stage {stage.name!r}: no training comes before it, with whose rows the formats could be compared; set data = "
-        '"stage:NAME" of a prepare stage'
-    )
+    problem = "no training comes before it, with whose rows the formats could be compared"
+    raise DataError(f'stage {stage.name!r}: {problem}; set data = "stage:NAME" of a prepare stage')
 
 
 def _load_outcome_or_run(stage: Stage, operation_name: str, operation: Callable[[], Outcome]) -> Outcome:

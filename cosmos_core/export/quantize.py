@@ -62,10 +62,8 @@ def find_layers(model: PreTrainedModel) -> LinearLayers:
     expert_names = [n for n, p in model.named_parameters() if path and n.startswith(f"{path}.") and p.ndim == 3]
     expert_names += [name for name in block_layers if ".experts." in name]
     if expert_names:
-        raise ModelError(
-            f"{class_name} is a mixture of experts ({expert_names[0]}), whose fused weights are not quantised; leave "
-            f"the quantised formats out of export.formats"
-        )
+        problem = f"is a mixture of experts ({expert_names[0]}), whose fused weights are not quantised"
+        raise ModelError(f"{class_name} {problem}; leave the quantised formats out of export.formats")
     if not block_layers:
         raise ModelError(f"{class_name} has no linear layers in decoder blocks to quantise; see export.formats")
     # Match weights by identity, because they may have other names in the exported files than in the modules.
@@ -86,10 +84,9 @@ def make_quant_scheme(format_name: str, linear_layers: LinearLayers) -> Quantiza
         return scheme
     for key, shape in linear_layers.weight_shapes.items():
         if any(dimension % _WEIGHT_SIZE_MULTIPLE for dimension in shape):
-            raise ModelError(
-                f"{format_name}: {key} has the shape {list(shape)}, and both sizes must be multiples of "
-                f"{_WEIGHT_SIZE_MULTIPLE}; leave {format_name!r} out of export.formats"
-            )
+            problem = f"{list(shape)}, and both sizes must be multiples of {_WEIGHT_SIZE_MULTIPLE}"
+            remedy = f"leave {format_name!r} out of export.formats"
+            raise ModelError(f"{format_name}: {key} has the shape {problem}; {remedy}")
     input_size_divisor = math.gcd(*(shape[-1] for shape in linear_layers.weight_shapes.values()))
     scheme.weights.group_size = next(size for size in _GROUP_SIZES if input_size_divisor % size == 0)
     return scheme

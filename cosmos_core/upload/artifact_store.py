@@ -106,11 +106,9 @@ class ArtifactStore:
 
     def fetch_outputs(self, result: Result, stage_path: Path, local_files: Mapping[str, Path]) -> None:
         """Download the outputs of a result to `stage_path`, or copy them from `local_files`, local files by SHA-256."""
-        path_entries = [
-            (stage_path / each["path"], ContentEntry(each["size"], each["sha256"])) for each in result["outputs"]
-        ]
+        entry_by_file = {stage_path / o["path"]: ContentEntry(o["size"], o["sha256"]) for o in result["outputs"]}
         with translate_errors(self.url):
-            self._content_store.fetch(dict(path_entries), local_files)
+            self._content_store.fetch(entry_by_file, local_files)
         for output_record in result["outputs"]:
             file_status = (stage_path / output_record["path"]).stat()
             output_record.update(mtime_ns=file_status.st_mtime_ns, inode=file_status.st_ino)

@@ -112,10 +112,9 @@ class S3Target:
                     return
                 # Try again unless the run is to stop, because another publication moved the pointer after it was read.
                 self.file_transfer.check_cancellation()
-            raise UploadError(
-                f"{self.where(POINTER_FILE)}: the store refused {_MAX_POINTER_ATTEMPTS} writes because the "
-                f"object had changed; {_POINTER_UNCHANGED_NOTE}, publish again when no other publication runs"
-            )
+            problem = f"the store refused {_MAX_POINTER_ATTEMPTS} writes because the object had changed"
+            remedy = f"{_POINTER_UNCHANGED_NOTE}, publish again when no other publication runs"
+            raise UploadError(f"{self.where(POINTER_FILE)}: {problem}; {remedy}")
 
     def _replace_pointer(self, version: str, history: list[str] | None) -> bool:
         """Replace `latest.json`, also if it is damaged; return False if it was changed after it was read."""

@@ -118,7 +118,8 @@ class PromptsKind(TokenisedKind):
         reward_columns.pop(RENDERED_COLUMN, None)
         prompt_column = algorithm.prompt_column_name if isinstance(algorithm, RlConfig) else ""
         reward_columns_json = serialise_row_for_rewards(reward_columns, messages, prompt_column)
-        text, has_merged_turns, counts = row.get(RENDERED_COLUMN), False, dict[str, int]()
+        text: Any = row.get(RENDERED_COLUMN)
+        has_merged_turns, counts = False, dict[str, int]()
         processor = get_processor(row_spec) if has_images and text is None else None
         turns, image_refs, images = read_images(row_spec, messages, row, location) if processor else (messages, [], [])
         if text is None:

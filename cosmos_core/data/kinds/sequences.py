@@ -133,8 +133,6 @@ def _read_packer_tokens(row: Row, location: str) -> tuple[list[int], list[int]]:
         raise DataError(f"{location}: {TOKENS_COLUMN} must be from 0 to 2**31 - 1; some are {min(ids)} and {max(ids)}")
     mask = [int(label != IGNORED_LABEL) for label in labels]
     if len(ids) != len(labels) or any(m and token_id != b for token_id, b, m in zip(ids, labels, mask, strict=True)):
-        raise DataError(
-            f"{location}: {LABELS_COLUMN} must have a label for each of {TOKENS_COLUMN}: the token itself, or "
-            f"{IGNORED_LABEL} where it is not learned; there are {len(ids)} and {len(labels)}"
-        )
+        rule = f"the token itself, or {IGNORED_LABEL} where it is not learned; there are {len(ids)} and {len(labels)}"
+        raise DataError(f"{location}: {LABELS_COLUMN} must have a label for each of {TOKENS_COLUMN}: {rule}")
     return ids, mask
