@@ -16,8 +16,7 @@ from torch import Tensor
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"]
 
 Metrics = dict[str, Tensor]
-"""Metrics by name, each a float64 tensor `[sum, count]` that is added over micro-batches and ranks; at the end,
-`compute_means` divides each sum by its count."""
+"""Metrics by name, each a float64 tensor `[sum, count]` that is added over micro-batches and ranks."""
 
 
 def compute_denominator(loss_type: LossAggregation, lengths: Iterable[int], max_tokens: int | None = None) -> float:

@@ -53,8 +53,7 @@ class Update:
 
     samples: Sequence[Any]
     loss: Callable[[MicroBatch], Loss]
-    """Function from a micro-batch to its loss, whose denominator is computed over all samples of the optimizer step,
-    before the first backward pass."""
+    """Function from a micro-batch to its loss, whose denominator is that of all samples of the optimizer step."""
     request: OutputSpec = None
     """Model outputs that the loss needs, as an instance of the `OutputSpec` class of the model's adapter; None:
     log-probabilities for a token model, the velocity for a diffusion model."""
@@ -191,15 +190,6 @@ def equal_batches(num_samples: int, size: int | None) -> list[slice]:
     num_batches = -(-num_samples // (size or max(1, num_samples)))
     batch_bounds = [-(-i * num_samples // num_batches) for i in range(num_batches + 1)] if num_batches else []
     return [slice(*slice_bounds) for slice_bounds in pairwise(batch_bounds)]
-
-
-def pad_rows(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
-    """Return rows of different lengths as one tensor, padded with zeros to the shape, dtype and device of `like_BS`. If
-    each token of a row has a vector instead of a number, the result has the dimensions of the vector too."""
-    padded_BS = like_BS.new_zeros((*like_BS.shape, *rows[0].shape[1:]))
-    for row_index, row in enumerate(rows):
-        padded_BS[row_index, : len(row)] = row
-    return padded_BS
 
 
 def metric_weights(config: AlgorithmConfig) -> dict[str, float]:

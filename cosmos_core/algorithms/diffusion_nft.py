@@ -8,12 +8,13 @@ policy move towards those of the policy. The loss is in `flow_objectives`, advan
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from cosmos_core.algorithms.base import Loss, TrainerView, Update
 from cosmos_core.algorithms.flow_credit import FlowRollout
 from cosmos_core.algorithms.flow_objectives import NftInputs, nft_loss, optimality_probability
-from cosmos_core.algorithms.flow_rl import FlowRl, SeededSample, seeded_permutation, sum_metrics
+from cosmos_core.algorithms.flow_rl import FlowRl, SeededSample, sum_metrics
 from cosmos_core.config.schema.diffusion_nft import OLD_POLICY_WEIGHTS
 from cosmos_core.models.base import MicroBatch
 
@@ -33,7 +34,8 @@ class DiffusionNft(FlowRl):
             sample, text = rollout.diffusion_sample, rollout.prompt.embedding
             sigmas, num_clean_frames = sample.sigmas[:-1], sample.num_conditioning_frames
             num_noise_levels = int(self.diffusers.timesteps_fraction * len(sigmas))
-            for i in seeded_permutation(len(sigmas), rollout.seed)[:num_noise_levels]:
+            random_order = np.argsort(np.random.PCG64(rollout.seed).random_raw(len(sigmas)), kind="stable").tolist()
+            for i in random_order[:num_noise_levels]:
                 noise_seed = (rollout.seed + 1 + i) & _SEED_MASK
                 samples.append(SeededSample(sample.latents, sigmas[i], text, rollout, noise_seed, num_clean_frames))
         config, beta, num_samples = self.config, self.diffusers.nft_beta, float(len(samples))

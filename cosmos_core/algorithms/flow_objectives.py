@@ -44,8 +44,7 @@ class NftLosses:
     policy_loss_B: Tensor
     """Policy loss that is optimized, without the KL term."""
     unscaled_policy_loss_B: Tensor
-    """Policy loss without the factor `loss_scale` / beta: the optimality r times the loss of the positive policy, plus
-    1 - r times the loss of the negative policy."""
+    """Policy loss without the factor `loss_scale` / beta."""
     kl_B: Tensor
     """Mean squared distance of the policy's velocity to that of the reference policy; 0 without a reference policy."""
     old_policy_distance_B: Tensor

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -125,8 +124,3 @@ def sum_metrics(**values_B: Tensor) -> Metrics:
     """Return the metric [sum, count] of each tensor over samples; callers add metrics over micro-batches and ranks."""
     flat_values = {name: value_B.detach().double().flatten() for name, value_B in values_B.items()}
     return {name: torch.stack([v.sum(), v.new_tensor(float(v.numel()))]) for name, v in flat_values.items()}
-
-
-def seeded_permutation(num_elements: int, seed: int) -> list[int]:
-    """Return a permutation of the numbers from 0 to `num_elements` - 1 that depends only on `seed`."""
-    return [int(i) for i in np.argsort(np.random.PCG64(seed).random_raw(num_elements), kind="stable")]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cosmos_core.algorithms.advantages import advantages, gdpo_advantages, whitened_returns
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, aggregate_loss, compute_denominator, token_metric
-from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update, equal_batches, metric_weights, pad_rows
+from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update, equal_batches, metric_weights
 from cosmos_core.algorithms.correction import ImportanceWeightRule, importance_weights, self_normalise_weights
 from cosmos_core.algorithms.distillation import TeacherLoss, score_with_teacher, teacher_loss, unmask_prompt
 from cosmos_core.algorithms.objectives.base import PolicySettings, probability_ratio
@@ -304,8 +304,14 @@ def _make_weight_rule(config: GrpoConfig, sampling: Sampling | None) -> Importan
 
 
 def _pad_micro_batch(rows: Sequence[Tensor] | None, micro_batch: MicroBatch) -> Tensor | None:
-    """Return the rows of the samples of a micro-batch as one padded tensor; None if `rows`, one per sample, is None."""
-    return None if rows is None else pad_rows([rows[i] for i in micro_batch.indices], micro_batch.logprobs_BS)
+    """Return the rows of the samples of a micro-batch, each of a number or vector per token, as one tensor padded with
+    zeros, like `logprobs_BS`; None if `rows`, one per sample, is None."""
+    if rows is None:
+        return None
+    padded_BS = micro_batch.logprobs_BS.new_zeros((*micro_batch.logprobs_BS.shape, *rows[0].shape[1:]))
+    for row_index, i in enumerate(micro_batch.indices):
+        padded_BS[row_index, : len(rows[i])] = rows[i]
+    return padded_BS
 
 
 def _make_rollout_logprob_row(sample: Sample) -> Tensor:

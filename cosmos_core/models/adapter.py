@@ -42,7 +42,15 @@ def load_adapter_config(lora: LoraConfig, tied_module_names: Sequence[str] = ())
     adapter_folder = _resolve_adapter_folder(lora)
     error_prefix = f"{_LORA_PATH_KEY} = '{adapter_folder}'"
     try:
-        saved_config: Any = peft.PeftConfig.from_peft_type(**_read_adapter_settings(adapter_folder))
+        settings: dict[str, Any] = peft.PeftConfig.from_json_file(str(adapter_folder / "adapter_config.json"))
+        # Leave out what Cosmos-RL wrote in addition, and use PEFT's name of a setting that it wrote under its own.
+        saved_config: Any = peft.PeftConfig.from_peft_type(
+            **{
+                "rank_pattern" if key == "r_pattern" else key: value
+                for key, value in settings.items()
+                if value is not None and key not in ("lora_names", "lora_path", "primary_adapter")
+            }
+        )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"{error_prefix}: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(saved_config, peft.LoraConfig):
@@ -110,16 +118,6 @@ def load_adapter_weights(model: PreTrainedModel, lora_config: LoraConfig) -> Non
             raise ModelError(f"{_LORA_PATH_KEY}: {file} holds NaN or infinity in {name}; take an undamaged adapter")
     if not next(model.parameters()).is_meta:
         peft.set_peft_model_state_dict(model, saved_tensors)
-
-
-def _read_adapter_settings(adapter_folder: Path) -> dict[str, Any]:
-    """Return the settings in `adapter_config.json` without nulls, by PEFT's names where Cosmos-RL wrote its own."""
-    settings: dict[str, Any] = peft.PeftConfig.from_json_file(str(adapter_folder / "adapter_config.json"))
-    return {
-        "rank_pattern" if key == "r_pattern" else key: value
-        for key, value in settings.items()
-        if value is not None and key not in ("lora_names", "lora_path", "primary_adapter")
-    }
 
 
 def _resolve_adapter_folder(lora_config: LoraConfig) -> Path:

@@ -40,8 +40,7 @@ class LoadBalancingSettings:
 
 
 def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> LoadBalancingSettings | None:
-    """Return the settings of the load-balancing loss; None if the coefficient is 0. Raise ConfigError if transformers
-    has no such loss for the model."""
+    """Return the settings of the load-balancing loss (None: coefficient 0); raise ConfigError if there is no loss."""
     if not coefficient:
         return None
     config: Any = model.config.get_text_config()

@@ -178,7 +178,7 @@ class DiffusionModel:
         )
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
-        """Divide the tokens of each clip among the ranks of a mesh inside the denoiser, whose calls get whole clips."""
+        """Divide the tokens of clips among the ranks of a mesh in the denoiser; its inputs and outputs stay whole."""
         raise NotImplementedError(type(self).__name__)
 
     def pipeline_with_logprob(self, sample: Callable[..., Any], predict: VelocityFn, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +236,7 @@ class DiffusionModel:
         return math.lcm(self.pixels_per_latent[1] * patch_length, self.pipeline_multiple)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of the latents of one image or clip; raise ConfigError for a size without support."""
+        """Return the shape of the latents of one image or clip; raise ConfigError for a size that is not supported."""
         temporal_factor, pixels_per_position = self.pixels_per_latent
         for name, pixel_size in (("height", height), ("width", width)):
             if pixel_size % self.size_multiple:

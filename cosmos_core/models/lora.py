@@ -57,8 +57,8 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     """Add a new adapter, or the saved adapter in `lora_path`, to a model, and freeze all other weights.
 
     The initialisation uses torch's global random generator. `targets` are the modules to adapt if the recipe names
-    none; empty: the default modules of PEFT. Raise ConfigError if a name matches no module, or if PEFT cannot adapt the
-    model so; raise ModelError if the adapter in `lora_path` is missing, or belongs to another model."""
+    none; empty: the default modules of PEFT. Raise ConfigError if a name matches no module, or PEFT refuses a setting;
+    raise ModelError if the adapter in `lora_path` is missing, or belongs to another model."""
     if lora.target_modules is None and lora.lora_path is None and targets:
         lora = lora.copy_with(target_modules=tuple(targets))
     targets = lora.target_modules if isinstance(lora.target_modules, tuple) else ()

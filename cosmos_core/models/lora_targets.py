@@ -30,8 +30,7 @@ from cosmos_core.models.adapter import PEFT_PREFIX
 
 ALL_LINEAR = "all-linear"
 _EXPERT_PROJECTIONS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-"""Names of the projections that a stacked parameter of experts contains, for each naming scheme of checkpoints.
-Checkpoints store each projection separately."""
+"""Names of the projections, separate in checkpoints, that a stacked parameter contains, for each naming scheme."""
 _ADAPTER_NAME_COMPONENTS = (".base_layer", ".lora_", ".modules_to_save", ".original_module")
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 def open_model(stage: Stage) -> CausalLM:
     """Seed torch and load the model of a stage, sharded over the mesh, with a tokenizer that has a pad token. Raise
-    ModelError if model, tokenizer or processor cannot be loaded, ConfigError if the model supports no such recipe."""
+    ModelError if a file of it cannot be loaded, ConfigError if it does not support a setting of the recipe."""
     train_config, policy_config = stage.recipe.train, stage.recipe.policy
     stage.progress.phase("load")
     torch.manual_seed(stage.seed)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 def open_model(stage: Stage) -> Denoiser:
     """Seed torch and load the denoiser of a stage's pipeline, sharded over the mesh, without text encoders and VAE.
-    Raise ModelError if no family supports it or it cannot be loaded, ConfigError if it supports no such recipe."""
+    Raise ModelError if no family supports the pipeline, ConfigError if it does not support a setting of the recipe."""
     train_config, policy_config = stage.recipe.train, stage.recipe.policy
     stage.progress.phase("load")
     torch.manual_seed(stage.seed)

@@ -58,7 +58,7 @@ def enable_packing(
 ) -> str:
     """Enable packed rows for `model`, with the inputs of `data.batch.make_packed_attention_kwargs` and `position_ids`
     that restart in each sequence. Return an empty string, or the reason why the model does not support packed rows; it
-    is then unchanged. If it is sharded, all ranks must call this function, and `root_modules` are called instead.
+    is then unchanged. If it is sharded, all ranks must call this function, and `root_modules` are called, not `model`.
 
     `compute_dtype` is the autocast dtype of training, which determines the kernel; None: the dtype of the weights.
     `gathers_in_compute_dtype`: whether FSDP gathers weights in that dtype, so that no other dtype can be tested."""
@@ -297,8 +297,7 @@ def _compute_device(model: PreTrainedModel) -> torch.device:
 def _is_packing_exact(
     model: PreTrainedModel, root_modules: Sequence[Any], attention_name: str, dtype: torch.dtype
 ) -> bool:
-    """Return True if packed rows have the same outputs in `dtype` as separate rows with the attention `attention_name`;
-    packed attention is left enabled."""
+    """Return True if packed rows have the same outputs in `dtype` as separate rows; leave packed attention enabled."""
     id_rows = _random_rows(model, _PROBE_LENGTHS)
 
     def compute_outputs(id_rows: Sequence[Any], *, is_packed: bool) -> Tensor:

@@ -90,8 +90,7 @@ class PipelineFolder:
         return component_module.eval()
 
     def build_component(self, name: str) -> Any:
-        """Return the component `name` without weights, on the default device; raise ModelError if it has no valid
-        configuration."""
+        """Return the component `name` without weights, on the default device; raise ModelError for a bad config."""
         cls = self.component_class(name)
         with translate_load_errors(name, self.model):
             return cls.from_config(cls.load_config(str(self.path), subfolder=name, local_files_only=True))

@@ -107,6 +107,23 @@ class PipelineRunner(MicroBatchRunner):
 
         for module in self.root_modules:
             module.batches, module.output_request, module.num_tokens = micro_batches, output_request, num_tokens
+        # All passes use the same schedule, because the first step of a new schedule discards existing gradients.
+        schedule = self._build_schedule(num_batches_per_pass, num_tokens, compute_loss)
+        run_step = schedule.step if torch.is_grad_enabled() else schedule.eval
+        for batch_indices in torch.arange(len(micro_batches)).split(num_batches_per_pass):
+            run_step(batch_index=batch_indices, target=batch_indices, return_outputs=False)
+        for stage_module in self.root_modules:
+            stage_module.batches = ()
+
+    def _num_pipeline_passes(self, num_batches: int, max_rows: int) -> int:
+        return -(-num_batches // self._round_up_to_ranks(-(-max_rows // self.rows_per_micro_batch(max_rows))))
+
+    def _round_up_to_ranks(self, num_batches: int) -> int:
+        return num_batches + -num_batches % self._pipeline_group.size()
+
+    def _build_schedule(
+        self, num_batches: int, num_tokens: int, loss_fn: Callable[[Any, Tensor], Tensor | None]
+    ) -> Any:
         hidden_dtype, hidden_size = self.root_modules[0].hidden_dtype, self._model.config.hidden_size
         meta_hidden_PH = torch.empty(num_tokens, hidden_size, dtype=hidden_dtype, device="meta", requires_grad=True)
         pipeline_stages: list[Any] = [
@@ -119,19 +136,5 @@ class PipelineRunner(MicroBatchRunner):
         ]  # fmt: skip
         schedule_class: Any = _SCHEDULES[self._parallelism.pp_schedule]
         is_interleaved = schedule_class is ScheduleInterleaved1F1B
-        # All passes use the same schedule, because the first step of a new schedule discards existing gradients.
-        schedule = schedule_class(
-            pipeline_stages if is_interleaved else pipeline_stages[0], num_batches_per_pass, loss_fn=compute_loss,
-            scale_grads=False,
-        )  # fmt: skip
-        run_step = schedule.step if torch.is_grad_enabled() else schedule.eval
-        for batch_indices in torch.arange(len(micro_batches)).split(num_batches_per_pass):
-            run_step(batch_index=batch_indices, target=batch_indices, return_outputs=False)
-        for stage_module in self.root_modules:
-            stage_module.batches = ()
-
-    def _num_pipeline_passes(self, num_batches: int, max_rows: int) -> int:
-        return -(-num_batches // self._round_up_to_ranks(-(-max_rows // self.rows_per_micro_batch(max_rows))))
-
-    def _round_up_to_ranks(self, num_batches: int) -> int:
-        return num_batches + -num_batches % self._pipeline_group.size()
+        schedule_stages: Any = pipeline_stages if is_interleaved else pipeline_stages[0]
+        return schedule_class(schedule_stages, num_batches, loss_fn=loss_fn, scale_grads=False)

@@ -117,7 +117,7 @@ class LogprobScorer(nn.Module):
         if loss_gradient_N is not None:
             # Convert to the dtype in which `_ChunkedScoring.backward` compares this gradient with that of autograd.
             loss_gradient_N = loss_gradient_N.to(dtype)
-        head_weights = head.trained_weights if torch.is_grad_enabled() else []
+        head_weights = head.trained_weights.values() if torch.is_grad_enabled() else ()
         outputs = _ChunkedScoring.apply(chunk_scorer, hidden_NH, labels_N, top_ids_NK, loss_gradient_N, *head_weights)
         return dict(zip(chunk_scorer.output_names, outputs, strict=True)) | auxiliary_loss
 
@@ -217,12 +217,11 @@ class _OutputHead:
     transform_logits: Callable[[Tensor], Tensor]
 
     @property
-    def trained_weights(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.module.parameters() if parameter.requires_grad] if self.module else []
+    def trained_weights(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self.module.named_parameters() if p.requires_grad} if self.module else {}
 
     def make_autocast_weights(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the head's matrices by name, cast to the dtype of autocast once for all chunks, as autograd leaves;
-        empty if no cast is needed."""
+        """Return the head's matrices that autocast casts, by name, cast once for all chunks, as autograd leaves."""
         if self.module is None or dtype is None:
             return {}
         return {
@@ -230,11 +229,6 @@ class _OutputHead:
             for name, parameter in self.module.named_parameters()
             if parameter.ndim > 1 and parameter.dtype in {torch.float32, torch.float16, torch.bfloat16} - {dtype}
         }
-
-    def differentiated_tensors(self, autocast_weights: dict[str, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors to differentiate: each trained weight, or its `autocast_weights` entry if it has one."""
-        weight_names = [name for name, p in self.module.named_parameters() if p.requires_grad] if self.module else []
-        return [autocast_weights.get(name, weight) for name, weight in zip(weight_names, weights, strict=True)]
 
     def __call__(self, hidden_MH: Tensor, autocast_weights: dict[str, Tensor]) -> Tensor:
         """Return the logits MV (M tokens, V vocabulary entries) of hidden states MH, computed with the matrices in
@@ -415,7 +409,8 @@ class _GradientAccumulator:
     ) -> None:
         self._chunk_scorer, self._hidden_NH, self._head_weights = chunk_scorer, hidden_NH, head_weights
         self._autocast_weights = chunk_scorer.head.make_autocast_weights(dtype)
-        self._tensors_with_grad = chunk_scorer.head.differentiated_tensors(self._autocast_weights, head_weights)
+        named_weights = zip(chunk_scorer.head.trained_weights, head_weights, strict=True)
+        self._tensors_with_grad = [self._autocast_weights.get(name, weight) for name, weight in named_weights]
         self._hidden_gradient = torch.empty_like(hidden_NH)
         self._weight_gradients: list[Tensor] = []
         self._has_many_chunks = len(hidden_NH) > chunk_scorer.chunk_size

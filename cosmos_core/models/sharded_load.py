@@ -197,7 +197,16 @@ def _plan_loading(
     check_loaded_tensors(network, loading_info.to_dict(), model)
     if names_to_initialise - loading_info.missing_keys:
         return "transformers makes up some of its weights"
-    _initialise_buffers(network, device)
+    # Move buffers to `device`, and initialise buffers that no file contains, as `from_pretrained` does.
+    for tensor in network.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    network._move_missing_keys_from_meta_to_device([], {"": "cpu"}, None, None)
+    network._initialize_missing_keys(is_quantized=False)
+    for module in network.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                allocated_buffer = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer
+                module._buffers[name] = allocated_buffer.to(device)
     # If the model has no generation_config.json, the generation config from its config.json is kept.
     network.generation_config = load_generation_config(model, revision) or network.generation_config
     network.config._commit_hash = getattr(network.config, "_commit_hash", None) or revision
@@ -339,16 +348,3 @@ def _allocate_shards(model: PreTrainedModel, device: torch.device) -> dict[str, 
     for name, tensor in model.state_dict(keep_vars=True).items():
         tensors_by_name.setdefault(_ADAPTER_NAME_COMPONENTS.sub("", name), []).append(tensor)
     return tensors_by_name
-
-
-def _initialise_buffers(network: PreTrainedModel, device: torch.device) -> None:
-    """Move buffers to `device`, and initialise buffers that no file contains, as `from_pretrained` does."""
-    for tensor in network.state_dict(keep_vars=True).values():
-        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-    network._move_missing_keys_from_meta_to_device([], {"": "cpu"}, None, None)
-    network._initialize_missing_keys(is_quantized=False)
-    for module in network.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                allocated_buffer = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer
-                module._buffers[name] = allocated_buffer.to(device)

@@ -47,20 +47,12 @@ class ClipSharding:
         """Return this rank's tokens of a tensor that has all tokens, padded with zeros."""
         first_token = min(self.rank * self.num_local_tokens, self.num_tokens)
         local_tensor = tensor.narrow(token_dim, first_token, min(self.num_local_tokens, self.num_tokens - first_token))
-        return self._pad_tokens(local_tensor, token_dim, self.num_local_tokens)
+        return self.pad_tokens(local_tensor, token_dim, self.num_local_tokens)
 
     def token_mask(self, like_tensor: Tensor) -> Tensor:
         """Return a mask N of this rank's tokens, 1 for tokens and 0 for padding, in the dtype of `like_tensor`."""
         position_N = self.rank * self.num_local_tokens + torch.arange(self.num_local_tokens, device=like_tensor.device)
         return (position_N < self.num_tokens).to(like_tensor.dtype)
-
-    def exchange_tokens_for_heads(self, states_BKND: Tensor) -> Tensor:
-        """Exchange this rank's tokens of all heads for all tokens of this rank's heads, by an all-to-all."""
-        return all_to_all(states_BKND, 1, 2, self.group).narrow(2, 0, self.num_tokens)
-
-    def exchange_heads_for_tokens(self, states_BKND: Tensor) -> Tensor:
-        """Exchange all tokens of this rank's heads for this rank's tokens of all heads, by an all-to-all."""
-        return all_to_all(self._pad_tokens(states_BKND, 2, self.num_local_tokens * self.num_ranks), 2, 1, self.group)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks. Gradients are summed too, because a rank uses the result only for its tokens."""
@@ -78,7 +70,8 @@ class ClipSharding:
         return torch.cat([previous_frame[:, :, None], frames_BCFS, next_frame[:, :, None]], dim=2)
 
     @staticmethod
-    def _pad_tokens(tensor: Tensor, token_dim: int, padded_length: int) -> Tensor:
+    def pad_tokens(tensor: Tensor, token_dim: int, padded_length: int) -> Tensor:
+        """Return a tensor with zeros at the end of its tokens, up to `padded_length` tokens."""
         pad_widths = (0, 0) * (tensor.ndim - 1 - token_dim) + (0, padded_length - tensor.shape[token_dim])
         return functional.pad(tensor, pad_widths) if pad_widths[-1] else tensor
 
@@ -145,9 +138,13 @@ class UlyssesAttention:
         if image_rotary_emb is not None:
             apply_rope = partial(apply_rotary_emb, freqs_cis=image_rotary_emb, use_real=True, use_real_unbind_dim=-2)
             query, key = apply_rope(query), apply_rope(key)
-        query, key, value = (self._clip_sharding.exchange_tokens_for_heads(states) for states in (query, key, value))
+        # Exchange this rank's tokens of all heads for all tokens of this rank's heads, and back after the attention.
+        sharding = self._clip_sharding
+        qkv_states = [all_to_all(states, 1, 2, sharding.group) for states in (query, key, value)]
+        query, key, value = (states.narrow(2, 0, sharding.num_tokens) for states in qkv_states)
         output_BKND = functional.scaled_dot_product_attention(query, key, value)
-        output_BKND = self._clip_sharding.exchange_heads_for_tokens(output_BKND)
+        output_BKND = sharding.pad_tokens(output_BKND, 2, sharding.num_local_tokens * sharding.num_ranks)
+        output_BKND = all_to_all(output_BKND, 2, 1, sharding.group)
         return _project_output(attn, output_BKND.transpose(1, 2).flatten(2, 3).type_as(query))
 
 

@@ -25,7 +25,7 @@ ULYSSES_ATTENTION = "ulysses"
 def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, attention_name: str, tp_size: int) -> None:
     """Make the attention of a model exchange tokens and heads over the ranks of `mesh`. `attention_name` is the name
     under which transformers has registered the attention function for packed rows; tensor parallelism has split the
-    heads over `tp_size` ranks. Raise ModelError if the model uses other attention, or heads do not divide by ranks."""
+    heads over `tp_size` ranks. Raise ModelError for other attention, or if the ranks do not divide the heads."""
     check_head_split(model, "cp_size", mesh.size(), tp_size)
     if model.config.get_text_config()._attn_implementation != attention_name:
         raise ModelError(

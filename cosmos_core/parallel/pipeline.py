@@ -179,15 +179,11 @@ def _replace_other_stages(
         if not is_on_stage and module not in tied_modules:
             placeholder_class = _EmbeddingPlaceholder if module is embedding else OtherStageModule
             parent_module._modules[name] = placeholder_class(discard_module(module))
-    layers = _get_layers(base_model)
+    layers = list(base_model.get_submodule(_LAYERS_NAME).children())
     kept_layer_indices = {i for stage in stage_indices for i in stage_layer_indices(stage, total_stages, len(layers))}
     base_model._modules[_LAYERS_NAME] = nn.ModuleList(
         layer if i in kept_layer_indices else OtherStageModule(discard_module(layer)) for i, layer in enumerate(layers)
     )
-
-
-def _get_layers(base_model: nn.Module) -> list[nn.Module]:
-    return list(base_model.get_submodule(_LAYERS_NAME).children())
 
 
 def _output_head_names(model: PreTrainedModel) -> list[str]:
@@ -235,8 +231,8 @@ def _find_compute_outside_plan(model: PreTrainedModel, base_model: nn.Module) ->
         for name in (*names_before_layers, *names_after_layers):
             module: Any = base_model._modules[name]
             probe_model._modules[name] = embedding if module is embedding.original_module else OtherStageModule(module)
-        recording_layers = (_RecordingPlaceholder(layer, layer_arguments) for layer in _get_layers(base_model))
-        probe_model._modules[_LAYERS_NAME] = nn.ModuleList(recording_layers)
+        layers = base_model.get_submodule(_LAYERS_NAME).children()
+        probe_model._modules[_LAYERS_NAME] = nn.ModuleList(_RecordingPlaceholder(m, layer_arguments) for m in layers)
         probe_model.eval()
         probe_output = probe_model(**common_inputs, **probe_input)
         if "inputs_embeds" in probe_input and probe_output.last_hidden_state is not hidden_BTH:

@@ -4,7 +4,6 @@ import re
 from math import gcd
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from cosmos_core.errors import ModelError
@@ -34,13 +33,3 @@ def check_expert_split(experts: Any, num_ranks: int, error_prefix: str) -> None:
     if experts.num_experts % num_ranks:
         remedy = f"set it to {gcd(experts.num_experts, num_ranks)}"
         raise ModelError(f"{error_prefix} has {experts.num_experts} experts, which do not divide by it; {remedy}")
-
-
-def check_split_dim(model: PreTrainedModel, name: str, module: nn.Module, parallel_style: str, num_ranks: int) -> None:
-    """Raise a `ModelError` if `num_ranks` does not divide the dimension of a linear layer that is to be split."""
-    split_dim = {"colwise": 0, "rowwise": 1}.get(parallel_style)
-    if split_dim is not None and isinstance(module, nn.Linear) and module.weight.shape[split_dim] % num_ranks:
-        raise ModelError(
-            f"policy.parallelism.tp_size = {num_ranks} does not divide the {module.weight.shape[split_dim]} features "
-            f"of {name} of {type(model).__name__}; lower it"
-        )

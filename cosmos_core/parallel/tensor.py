@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from cosmos_core.errors import ModelError
 from cosmos_core.parallel.expert import keep_local_experts
 from cosmos_core.parallel.fsdp import local_shard
-from cosmos_core.parallel.plan import check_expert_split, check_head_split, check_split_dim, matches_pattern
+from cosmos_core.parallel.plan import check_expert_split, check_head_split, matches_pattern
 from cosmos_core.transient import is_transient
 
 _MOE_TP_STYLE = "moe_tp_experts"
@@ -118,8 +118,12 @@ def find_split_matrices(model: PreTrainedModel, num_ranks: int, *, shards_expert
             raise ModelError(f"{tp_size_setting}: {problem}; set it to 1 and raise dp_shard_size")
         if style == _MOE_TP_STYLE:
             check_expert_split(module, num_ranks, f"{tp_size_setting}: {model_name}")
-        for submodule in _find_split_modules(module, style):
-            check_split_dim(model, name, submodule, style, num_ranks)
+        for submodule in _find_split_modules(module, style) if style in {"colwise", "rowwise"} else ():
+            linear_features = submodule.weight.shape if isinstance(submodule, nn.Linear) else (0, 0)
+            num_features = linear_features[1 if style == "rowwise" else 0]
+            if num_features % num_ranks:
+                size_text = f"does not divide the {num_features} features of {name} of {model_name}"
+                raise ModelError(f"{tp_size_setting} {size_text}; lower it")
         split_modules_and_styles.append((module, style))
     return split_modules_and_styles
 
@@ -178,7 +182,7 @@ def _replace_weights(module: Any, transform_weight: Callable[[nn.Parameter], Ten
 
 
 def _find_split_modules(module: nn.Module, parallel_style: str) -> list[nn.Module]:
-    """Return the modules to split for a module in the plan: of an adapted one the base layer and a LoRA factor."""
+    """Return the modules to split for a module in the plan: for an adapted one, its base layer and one LoRA factor."""
     if isinstance(module, LoraLayer):
         return [module.base_layer, *(module.lora_A if parallel_style.startswith("rowwise") else module.lora_B).values()]
     if isinstance(module, ModulesToSaveWrapper):
