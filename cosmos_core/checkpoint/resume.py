@@ -105,9 +105,7 @@ def resume_obstacle_on_ranks(
     return reason or first_error_of_ranks(find_damaged_file(policy_folder, rank_number(), num_ranks(), send_heartbeat))
 
 
-def find_damaged_file(
-    policy_folder: Path, rank: int, num_ranks: int, send_heartbeat: Callable[[], None] = lambda: None
-) -> str | None:
+def find_damaged_file(policy_folder: Path, rank: int, num_ranks: int, send_heartbeat: Callable[[], None]) -> str | None:
     """Return what is wrong with the first file of a checkpoint that differs from its digest; None: no file differs.
     Rank `rank` checks only every `num_ranks`-th file, and calls `send_heartbeat` before each."""
     if (file_records := read_manifest(policy_folder).get("files")) is None:

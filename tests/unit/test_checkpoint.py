@@ -341,4 +341,4 @@ def test_ranks_share_the_digests_of_a_checkpoint_and_one_of_them_finds_what_was_
     ] * 4
     assert [len(each) for each in counts] == [3, 3, 2, 2]
     (tmp_path / "file_6").write_bytes(b"five")
-    assert [find_damaged_file(tmp_path, rank, 4) for rank in range(4)] == [None, None, "file_6 was altered", None]
+    assert [find_damaged_file(tmp_path, rank, 4, int) for rank in range(4)] == [None, None, "file_6 was altered", None]
