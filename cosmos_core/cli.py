@@ -139,10 +139,9 @@ def resume(
             if budget is not None:
                 raise ConfigError("--budget: the run is of a flow in Python; raise it in configure_run of the flow")
             if from_stage or verify:
-                raise ConfigError(
-                    f"{'--from-stage' if from_stage else '--verify'}: the run is of a flow in Python; to make a stage "
-                    f"again, change a setting of its call in the flow"
-                )
+                reason = "the run is of a flow in Python"
+                remedy = "to make a stage again, change a setting of its call in the flow"
+                raise ConfigError(f"{'--from-stage' if from_stage else '--verify'}: {reason}; {remedy}")
             _exit_without_cleanup(cli_flow.resume_flow(run.path))
         from cosmos_core.session import open_session
 

@@ -26,10 +26,8 @@ def find_entrypoint(configs: Sequence[Path], *, is_toml_required: bool) -> str:
             return ""
         entrypoint = f"{locate_code(entrypoint)}:{entrypoint.rpartition(':')[2]}"
     if is_toml_required or len(configs) > 1:
-        raise ConfigError(
-            f"{entrypoint} is a flow in Python: --set, --from-stage, --verify, --estimate and further files are for "
-            "TOML files; give its parameters with -p NAME=VALUE"
-        )
+        reason = "--set, --from-stage, --verify, --estimate and further files are for TOML files"
+        raise ConfigError(f"{entrypoint} is a flow in Python: {reason}; give its parameters with -p NAME=VALUE")
     return entrypoint
 
 
@@ -77,23 +75,18 @@ def resume_flow(run_path: Path) -> int:
     secret_names = [name for name, value in start_info.parameters.items() if json.dumps(MASK) in json.dumps(value)]
     if secret_names:
         secret_options = {name: f"-p {name}=..." for name in secret_names}
-        parameter_options = [
-            secret_options.get(name) or _format_option(name, value) for name, value in start_info.parameters.items()
-        ]
-        run_command = (
-            f"COSMOS_OUTPUT_DIR={shlex.quote(str(run_path.parent))} cosmos run {shlex.quote(start_info.entrypoint)}"
-        )
+        options = {name: _format_option(name, value) for name, value in start_info.parameters.items()} | secret_options
+        output_dir, entrypoint = shlex.quote(str(run_path.parent)), shlex.quote(start_info.entrypoint)
+        run_command = f"COSMOS_OUTPUT_DIR={output_dir} cosmos run {entrypoint}"
         cd_command = f"cd {shlex.quote(start_folder)} && " if start_folder and start_folder != os.getcwd() else ""
         raise ConfigError(
             f"run {run_path.name}: run.json does not keep the secret {' '.join(secret_options.values())}; continue the "
-            f"run with: {cd_command}{run_command} {' '.join(parameter_options)} --run-id {shlex.quote(run_path.name)}"
+            f"run with: {cd_command}{run_command} {' '.join(options.values())} --run-id {shlex.quote(run_path.name)}"
         )
     os.environ["COSMOS_OUTPUT_DIR"] = str(run_path.parent)
     if start_folder and not os.access(start_folder, os.X_OK):
-        raise ConfigError(
-            f"run {run_path.name} was started in {start_folder}, to which relative paths of its flow refer; there is "
-            f"no such folder, so make it, or move it back"
-        )
+        problem = f"was started in {start_folder}, to which relative paths of its flow refer"
+        raise ConfigError(f"run {run_path.name} {problem}; there is no such folder, so make it, or move it back")
     return run_flow(start_info.entrypoint, start_info.parameters, run_path.name, run_path.parent)
 
 
@@ -143,9 +136,8 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
         return
     run = open_run(run_path, all_kinds())
     set_command_credentials(run.pipeline)
-    reuse_decisions = plan_stages(
-        run.pipeline, run.pipeline.stage_kinds, run.output_dir, find_stored_result=make_result_lookup(run.pipeline)
-    )
+    kinds, lookup = run.pipeline.stage_kinds, make_result_lookup(run.pipeline)
+    reuse_decisions = plan_stages(run.pipeline, kinds, run.output_dir, find_stored_result=lookup)
     make_console().print(make_plan_table(run.pipeline, reuse_decisions))
     echo(f"These are the stages of run {run_id} ({parameter_text}); the flow decides on later calls when it runs.")
 

@@ -36,7 +36,7 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the recipe 
 SetOption = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the recipe.")]
 
 _RECIPE_HEADER = "# Written by cosmos, digest "
-_DATASET_KEYS = ("train", "train_policy", "dataset")
+_DATASET_KEY = "train.train_policy.dataset"
 _SPLIT_KEYS = ("subset", "split", "revision")
 _Setting = tuple[str, Any, str]
 """Key of a setting, its value, and the reason for the value."""
@@ -47,8 +47,8 @@ def sft(  # noqa: PLR0913 - the options of a command
     save: SaveOption = "", dry_run: DryRunOption = False, overrides: SetOption = [],  # noqa: B006 - read by typer
 ) -> None:  # fmt: skip
     """Fine-tune a language model on your own rows, with settings that are proposed and explained in a new recipe."""
-    command_options = {"method": SFT.command, "model": model, "data": data, "prompt": prompt, "response": response}
-    _propose_and_run(command_options, save, dry_run, overrides)
+    options = {"method": SFT.command, "model": model, "data": data, "prompt": prompt, "response": response}
+    _propose_and_run(options, save, dry_run, overrides)
 
 
 def dpo(  # noqa: PLR0913 - the options of a command
@@ -69,8 +69,8 @@ def grpo(  # noqa: PLR0913 - the options of a command
     overrides: SetOption = [],  # noqa: B006
 ) -> None:  # fmt: skip
     """Train a language model on your own prompts with a reward (GRPO)."""
-    command_options = {"method": GRPO.command, "model": model, "data": data, "reward": _check_rewards(reward)}
-    _propose_and_run({**command_options, "prompt": prompt, "response": response}, save, dry_run, overrides)
+    options = {"method": GRPO.command, "model": model, "data": data, "reward": _check_rewards(reward)}
+    _propose_and_run({**options, "prompt": prompt, "response": response}, save, dry_run, overrides)
 
 
 def _check_rewards(rewards: Sequence[str]) -> str:
@@ -141,13 +141,13 @@ def init() -> None:
         raise ConfigError(f"{method!r} is none of {', '.join(TRAINING_METHODS)}")
     model = typer.prompt("Which model? A folder, a Hub id or a run", default="Qwen/Qwen3-0.6B")
     data = typer.prompt("Which rows? A file, a folder or a Hub id")
-    command_options = {"method": method, "model": _resolve_model(model, Path("outputs")), "data": data}
+    options = {"method": method, "model": _resolve_model(model, Path("outputs")), "data": data}
     if TRAINING_METHODS[method].needs_reward:
         reward = typer.prompt("Which reward? A name, or file.py:function", default="boxed_math")
-        command_options["reward"] = _check_rewards([os.path.expanduser(reward)])
-    settings = _propose_settings(command_options)
-    default_path = str(_make_recipe_path(command_options, ""))
-    path = _write_recipe(command_options, settings, typer.prompt("Where to write the recipe?", default=default_path))
+        options["reward"] = _check_rewards([os.path.expanduser(reward)])
+    settings = _propose_settings(options)
+    default_path = str(_make_recipe_path(options, ""))
+    path = _write_recipe(options, settings, typer.prompt("Where to write the recipe?", default=default_path))
     if typer.confirm(f"saved as {path}. Run it now?"):
         _replace_process_with_run(path, [])
     typer.echo(f"run it with: {shlex.join(['cosmos', 'run', str(path)])}")
@@ -171,13 +171,13 @@ def try_model(
     model_folders = [download_url(_resolve_model(name, output_dir), output_dir) for name in models]
     options: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "names": models}
     options["system_prompts"] = [_find_system_prompt(folder) for folder in model_folders]
-    program_arguments = ["-m", "cosmos_core.models.try_models", json.dumps(options), *model_folders]
     sys.stdout.flush()
     os.environ |= add_log_silencing_variables(os.environ)
     io_encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
     # With `replace`, a character that the encoding lacks is printed as "?" instead of raising an error.
     os.environ["PYTHONIOENCODING"] = f"{io_encoding}:replace"
-    os.execv(sys.executable, [*make_python_command(), *program_arguments])
+    program = [*make_python_command(), "-m", "cosmos_core.models.try_models"]
+    os.execv(sys.executable, [*program, json.dumps(options), *model_folders])
 
 
 def _resolve_model(model_name: str, output_dir: Path) -> str:
@@ -223,26 +223,22 @@ def _find_system_prompt(model_folder: str) -> str:
     return ""
 
 
-def _propose_and_run(
-    command_options: dict[str, str], output_file: str, dry_run: bool, overrides: Sequence[str]
-) -> None:
-    command_options = {**command_options, "model": _resolve_model(command_options["model"], Path("outputs"))}
-    _save_and_run_recipe(
-        command_options, _propose_settings(command_options, overrides), output_file, dry_run, overrides
-    )
+def _propose_and_run(options: dict[str, str], output_file: str, dry_run: bool, overrides: Sequence[str]) -> None:
+    options = {**options, "model": _resolve_model(options["model"], Path("outputs"))}
+    _save_and_run_recipe(options, _propose_settings(options, overrides), output_file, dry_run, overrides)
 
 
 def _save_and_run_recipe(
-    command_options: dict[str, str], settings: list[_Setting], output_file: str, dry_run: bool, overrides: Sequence[str]
+    options: dict[str, str], settings: list[_Setting], output_file: str, dry_run: bool, overrides: Sequence[str]
 ) -> None:
     set_options = [argument for override in overrides for argument in ("--set", override)]
     if overrides:
-        _check_overrides(_render_recipe(command_options, settings), overrides)
+        _check_overrides(_render_recipe(options, settings), overrides)
     if dry_run:
         run_command_comment = f"\n# run with {shlex.join(set_options)}\n" if set_options else ""
-        typer.echo(_render_recipe(command_options, settings) + run_command_comment, nl=False)
+        typer.echo(_render_recipe(options, settings) + run_command_comment, nl=False)
         return
-    recipe_path = _write_recipe(command_options, settings, output_file)
+    recipe_path = _write_recipe(options, settings, output_file)
     run_command = shlex.join(["cosmos", "run", str(recipe_path), *set_options])
     typer.echo(f"saved as {recipe_path}; each value has its reason there. Edit it and run it again: {run_command}")
     _replace_process_with_run(recipe_path, set_options)
@@ -262,77 +258,67 @@ def _check_overrides(recipe_text: str, overrides: Sequence[str]) -> None:
             raise ConfigError(str(error).removeprefix(f"{recipe_file.name}: ")) from error
 
 
-def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] = ()) -> list[_Setting]:
+def _propose_settings(options: dict[str, str], overrides: Sequence[str] = ()) -> list[_Setting]:
     """Return the settings that a subprocess, which may import torch, proposes after reading the model and the rows. The
     overrides may select the subset, split and revision of the rows."""
-    from cosmos_core.config.load import merge_tables, nest_value
-    from cosmos_core.config.override import parse_override
+    from cosmos_core.config.compat.translate import find_parent_table
+    from cosmos_core.config.override import parse_override, recipe_overrides
     from cosmos_core.config.schema.dataset import data_suffix
     from cosmos_core.run.remote import download_url
 
-    set_values = {setting.keys: setting.value for setting in map(parse_override, overrides)}
-    row_selection = {
-        keys[-1]: item for keys, item in set_values.items() if keys[:-1] == _DATASET_KEYS and keys[-1] in _SPLIT_KEYS
-    }
+    set_tables = recipe_overrides([*map(parse_override, overrides)])
+    dataset_table, _ = find_parent_table(set_tables, f"{_DATASET_KEY}.name")
+    row_selection = {key: value for key, value in dataset_table.items() if key in _SPLIT_KEYS}
+    custom_settings, _ = find_parent_table(set_tables, "custom.KEY")
     # Expand `~`, because no shell does so in the input of `cosmos init` or in `--model=~/model`.
-    input_paths = {name: os.path.expanduser(command_options.get(name, "")) for name in ("model", "data")}
+    input_paths = {name: os.path.expanduser(options.get(name, "")) for name in ("model", "data")}
     if "://" not in (data := input_paths["data"]) and data_suffix(data) and not os.path.exists(data):
         raise ConfigError(f"--data {data!r}: it does not exist in {os.getcwd()!r}; give a file, a folder or a Hub id")
     local_paths = {name: download_url(path, Path("outputs")) for name, path in input_paths.items()}
-    custom_settings: dict[str, Any] = {}
-    for keys, value in set_values.items():
-        # `--set custom={...}` leaves no key below `custom`, so `custom_table` is the value, which must be a dict.
-        custom_table = nest_value(keys[1:], value)
-        if f"{'.'.join(keys)}.".startswith("custom.") and isinstance(custom_table, dict):
-            custom_settings = merge_tables(custom_settings, custom_table)
-    program_options = json.dumps(
-        dict(command_options, **local_paths, rows=row_selection, custom=custom_settings), default=str
-    )
-    propose_command = [*make_python_command(), "-m", "cosmos_core.train.propose", program_options]
+    arguments = json.dumps(dict(options, **local_paths, rows=row_selection, custom=custom_settings), default=str)
+    propose_command = [*make_python_command(), "-m", "cosmos_core.train.propose", arguments]
     completed_process = subprocess.run(propose_command, capture_output=True, text=True, check=False)
     if completed_process.returncode == EXIT_USAGE:
-        key, error_message = ".".join((*_DATASET_KEYS, "name")), completed_process.stderr.strip().splitlines()[-1]
+        key, error_message = f"{_DATASET_KEY}.name", completed_process.stderr.strip().splitlines()[-1]
         error_message = error_message.replace(f"{key} = ", "--data ").replace(key, "--data")
         raise ConfigError(error_message.replace(" or beside the file that is run", ""))
     if completed_process.returncode:
         [*_, last_line] = ["", *completed_process.stderr.strip().splitlines()]
         raise CosmosError(f"the look at model and rows ended with {completed_process.returncode}: {last_line[-2000:]}")
-    original_names_by_path = {path: command_options[name] for name, path in local_paths.items() if path}
+    original_names_by_path = {path: options[name] for name, path in local_paths.items() if path}
     settings_and_reasons = json.loads(completed_process.stdout)
     return [(key, original_names_by_path.get(str(value), value), reason) for key, value, reason in settings_and_reasons]
 
 
-def _render_recipe(command_options: dict[str, str], settings: list[_Setting]) -> str:
+def _render_recipe(options: dict[str, str], settings: list[_Setting]) -> str:
     lines_by_table: dict[str, list[str]] = {}
     for key, value, reason in settings:
         table_key, _, name = key.rpartition(".")
         lines_by_table.setdefault(table_key, []).append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {reason}")
-    option_values = [(f"--{name}", value) for name, value in command_options.items() if value and name != "method"]
+    option_values = [(f"--{name}", value) for name, value in options.items() if value and name != "method"]
     # The options are written into a comment of the recipe, which must be a single line.
     options_text = " ".join(shlex.join([word for option in option_values for word in option]).split())
-    recipe_text = f"# cosmos {command_options['method']} {options_text}\n"
-    if command_options["method"] == "eval":  # add a stage, because `cosmos run` trains the model if there is none
+    recipe_text = f"# cosmos {options['method']} {options_text}\n"
+    if options["method"] == "eval":  # add a stage, because `cosmos run` trains the model if there is none
         recipe_text += '\n[[pipeline.stages]]\nname = "evaluate"\nkind = "evaluate"\n'
     for table_key, lines_of_table in sorted(lines_by_table.items()):
         recipe_text += f"\n[{table_key}]\n" + "\n".join(lines_of_table) + "\n"
     try:
         return f"{_RECIPE_HEADER}{hashlib.sha256(recipe_text.encode()).hexdigest()[:16]}\n{recipe_text}"
     except UnicodeEncodeError as error:
-        invalid_word = recipe_text[: error.end].split()[-1]
-        raise ConfigError(
-            f"{invalid_word!a}: it is not UTF-8, which a recipe has to be; rename the file or folder"
-        ) from error
+        word = recipe_text[: error.end].split()[-1]
+        raise ConfigError(f"{word!a}: it is not UTF-8, which a recipe has to be; rename the file or folder") from error
 
 
-def _make_recipe_path(command_options: dict[str, str], output_file: str) -> Path:
-    file_name = Path(command_options.get("data") or command_options["model"]).name
+def _make_recipe_path(options: dict[str, str], output_file: str) -> Path:
+    file_name = Path(options.get("data") or options["model"]).name
     file_stem = file_name.split(".")[0].lstrip("-") or "rows"  # `cosmos run` would read a leading hyphen as an option
-    return Path(os.path.expanduser(output_file) or f"{file_stem}-{command_options['method']}.toml")
+    return Path(os.path.expanduser(output_file) or f"{file_stem}-{options['method']}.toml")
 
 
-def _write_recipe(command_options: dict[str, str], settings: list[_Setting], output_file: str) -> Path:
+def _write_recipe(options: dict[str, str], settings: list[_Setting], output_file: str) -> Path:
     """Write the recipe and return its path; the recipe of an earlier command is overwritten unless edited or in use."""
-    path, recipe_text = _make_recipe_path(command_options, output_file), _render_recipe(command_options, settings)
+    path, recipe_text = _make_recipe_path(options, output_file), _render_recipe(options, settings)
     try:
         with path.open("a+", encoding="utf-8") as recipe_file:
             is_lock_free = True
@@ -358,11 +344,9 @@ def _write_recipe(command_options: dict[str, str], settings: list[_Setting], out
 
 
 def _replace_process_with_run(recipe_path: Path, set_options: Sequence[str]) -> None:
-    """Replace this process by `cosmos run` of the recipe."""
     sys.stdout.flush()
     recipe_descriptor = os.open(recipe_path, os.O_RDONLY)
     os.set_inheritable(recipe_descriptor, True)  # the run keeps the lock: no command may replace the recipe meanwhile
     with suppress(OSError):
         fcntl.flock(recipe_descriptor, fcntl.LOCK_SH)
-    run_arguments = ["-m", "cosmos_core", "run", str(recipe_path), *set_options]
-    os.execv(sys.executable, [*make_python_command(), *run_arguments])
+    os.execv(sys.executable, [*make_python_command(), "-m", "cosmos_core", "run", str(recipe_path), *set_options])

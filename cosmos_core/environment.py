@@ -67,16 +67,13 @@ _additional_secret_values: set[str] = set()
 
 def environment_for_user_code(variable_names: Iterable[str]) -> dict[str, str]:
     """Return the environment variables of user code: those that any program needs, and those in `variable_names`."""
-    recipe_variable_names = set(variable_names)
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in recipe_variable_names
-        or (
-            (name in _INHERITED_VARIABLES or name.startswith(_INHERITED_VARIABLE_PREFIXES))
-            and not (_is_secret_name(name) or _URL_WITH_PASSWORD_PATTERN.search(value))
-        )
-    }
+    environment, recipe_variable_names = {}, set(variable_names)
+    for name, value in os.environ.items():
+        is_inherited = name in _INHERITED_VARIABLES or name.startswith(_INHERITED_VARIABLE_PREFIXES)
+        is_secret = _is_secret_name(name) or _URL_WITH_PASSWORD_PATTERN.search(value)
+        if name in recipe_variable_names or (is_inherited and not is_secret):
+            environment[name] = value
+    return environment
 
 
 def make_tls_verify() -> ssl.SSLContext | bool:
@@ -164,9 +161,8 @@ def mask_named_secrets(parameters: Any, keys: tuple[str, ...] = ()) -> Any:
         return parameters
     key_names = [_CAMEL_CASE_BOUNDARY_PATTERN.sub("_", key) for key in keys]
     joined_name, is_word_with_digit = "_".join(key_names), re.fullmatch(r"[^\s:,<>[\]]*\d[^\s:,<>[\]]*", parameters)
-    checked_names = [
-        name for name in key_names if _CREDENTIAL_PATTERN.search(name) or not _ORDINARY_KEY_PATTERN.fullmatch(name)
-    ]
+    ordinary_names = set(filter(_ORDINARY_KEY_PATTERN.fullmatch, key_names))
+    checked_names = [name for name in key_names if _CREDENTIAL_PATTERN.search(name) or name not in ordinary_names]
     if _CREDENTIAL_PATTERN.search(joined_name) or (_KEY_COLLECTION_PATTERN.search(joined_name) and is_word_with_digit):
         checked_names.append(joined_name)
     text = f"{key_names[-1]}={parameters}"

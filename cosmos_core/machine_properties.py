@@ -74,12 +74,10 @@ def measure_machine(libraries: Sequence[str] = ()) -> MachineProperties:
 def _find_missing_compiler(*, has_gpus: bool) -> str:
     """Return a description of what is missing for compiling kernels: a C compiler for Triton on a GPU, a C++ compiler
     on a CPU, or Python.h; empty if nothing is missing."""
-    compiler_variable, default_compilers, language_name = (
-        ("CC", ("gcc", "clang"), "C") if has_gpus else ("CXX", ("g++", "clang++"), "C++")
-    )
-    compiler_command = os.environ.get(compiler_variable, "").split()
-    if not any(shutil.which(name) for name in compiler_command[:1] or default_compilers):
-        return f"a {language_name} compiler ({' '.join(compiler_command) or default_compilers[0]} was not found)"
+    variable, compilers, language = ("CC", ("gcc", "clang"), "C") if has_gpus else ("CXX", ("g++", "clang++"), "C++")
+    compiler_command = os.environ.get(variable, "").split()
+    if not any(shutil.which(name) for name in compiler_command[:1] or compilers):
+        return f"a {language} compiler ({' '.join(compiler_command) or compilers[0]} was not found)"
     header_file = Path(sysconfig.get_path("include")) / "Python.h"
     return "" if header_file.is_file() else f"Python's headers ({header_file} was not found)"
 
@@ -117,9 +115,8 @@ def _measure_machine(
             raise StageFailed(f"RAY_ADDRESS = {ray_address!r}: {problem}") from error
         if isinstance(error, subprocess.TimeoutExpired):
             raise StageFailed(f"pipeline.python = {python_path!r}: no reply in {_MEASURE_TIMEOUT_SECONDS} s") from error
-        raise ConfigError(
-            f"pipeline.python = {python_path!r} does not run: {error}; name a Python interpreter"
-        ) from error
+        problem = f"pipeline.python = {python_path!r} does not run: {error}"
+        raise ConfigError(f"{problem}; name a Python interpreter") from error
     # Read the GPUs in this process: all interpreters see the same, and another interpreter may lack pynvml.
     gpus = tuple(machine_properties.gpus) if ray_address else tuple(name for name, _ in _list_visible_gpus())
     return replace(machine_properties, gpus=gpus)
@@ -138,8 +135,7 @@ def find_connection_error(host_and_port: str) -> str:
 
 
 def map_device_entries_to_uuids() -> dict[str, str]:
-    """Return the UUID of each GPU that this process sees, by the entry of `CUDA_VISIBLE_DEVICES` that names the GPU, in
-    the order of the entries."""
+    """Return the UUID of each visible GPU by its entry in `CUDA_VISIBLE_DEVICES`, in that order."""
     gpus, visible_devices = _list_visible_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     device_entries = [str(i) for i in range(len(gpus))] if visible_devices is None else visible_devices.split(",")
     return {entry.strip(): uuid for entry, (_, uuid) in zip(device_entries, gpus, strict=False)}
@@ -170,8 +166,7 @@ def _list_visible_gpus() -> tuple[tuple[str, str], ...]:
 
 
 def _find_gpu(pynvml: Any, gpu_handles: Sequence[Any], device_entry: str) -> Any | None:
-    """Return the GPU that an entry of CUDA_VISIBLE_DEVICES names: by index, by the beginning of its UUID, or as a MIG
-    device; None if there is no such GPU."""
+    """Return the GPU of an entry of CUDA_VISIBLE_DEVICES (index, start of a UUID, or MIG device); None if none."""
     if device_entry.isdigit():
         return gpu_handles[int(device_entry)] if int(device_entry) < len(gpu_handles) else None
     if device_entry.startswith("MIG-"):

@@ -37,7 +37,21 @@ def open_server() -> MCPServer:
     """Return the MCP server with its tools; paths are relative to the working directory of the process."""
     server = MCPServer("cosmos", instructions=_SERVER_INSTRUCTIONS)
     _add_read_only_tools(server)
-    _add_run_starting_tools(server)
+
+    @server.tool(annotations=_RUN_START_ANNOTATIONS)
+    async def start_run(
+        recipe: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_to_start_run)]
+    ) -> str:
+        """After the user confirms, start a run of a recipe in the background and return its first lines of output."""
+        return await _run_if_confirmed(response, "run", recipe)
+
+    @server.tool(annotations=_RUN_START_ANNOTATIONS)
+    async def resume_run(
+        run: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_to_resume_run)]
+    ) -> str:
+        """After the user confirms, continue a stopped run in the background and return its first lines of output."""
+        return await _run_if_confirmed(response, "resume", run)
+
     return server
 
 
@@ -89,22 +103,6 @@ def _add_read_only_tools(server: MCPServer) -> None:
         return await _run_cosmos("plan", recipe)
 
 
-def _add_run_starting_tools(server: MCPServer) -> None:
-    @server.tool(annotations=_RUN_START_ANNOTATIONS)
-    async def start_run(
-        recipe: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_to_start_run)]
-    ) -> str:
-        """After the user confirms, start a run of a recipe in the background and return its first lines of output."""
-        return await _run_if_confirmed(response, "run", recipe)
-
-    @server.tool(annotations=_RUN_START_ANNOTATIONS)
-    async def resume_run(
-        run: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_to_resume_run)]
-    ) -> str:
-        """After the user confirms, continue a stopped run in the background and return its first lines of output."""
-        return await _run_if_confirmed(response, "resume", run)
-
-
 async def _ask_to_start_run(recipe: str) -> Elicit[Confirmation]:
     return Elicit(f"Start `cosmos run {recipe}`?\n\n{await _run_cosmos('plan', recipe)}", Confirmation)
 
@@ -144,8 +142,7 @@ def _build_command(*command_words: str) -> list[str]:
 
 
 async def _run_cosmos(*command_words: str) -> str:
-    """Return the output of a `cosmos` command: its standard error with notes, then its standard output. Raises
-    `ToolError` with the output of the command if it failed."""
+    """Return the standard error and output of a `cosmos` command; raise `ToolError` with them if it failed."""
     command = _build_command(*command_words)
     process = await asyncio.to_thread(
         subprocess.run,

@@ -31,8 +31,7 @@ def is_import_path(name: str) -> bool:
 
 
 def is_user_code(name: str) -> bool:
-    """Return True if `name` has the form of user code, `file.py:thing` or `module:thing`, in a field where it may also
-    be a path or an id on the Hub."""
+    """Return True if `name` has the form `file.py:thing` or `module:thing`, and not that of a path or Hub id."""
     return _USER_CODE_PATTERN.fullmatch(name) is not None
 
 
@@ -40,8 +39,7 @@ _USER_CODE_PATTERN = re.compile(r"(?!stage:)(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w
 
 
 def import_object(import_path: str) -> Any:
-    """Return the object at `module:thing` or `path/file.py:thing`. Raises `ConfigError` if the module, the file or the
-    name in it does not exist."""
+    """Return the object at an import path; raise `ConfigError` if the module, file or name does not exist."""
     module_name, object_name = _split_import_path(import_path)
     is_file = module_name.endswith(".py")
     module = _load_module_file(Path(module_name)) if is_file else _import_module(module_name, import_path)
@@ -85,9 +83,8 @@ def load_class(name: str, package_folder: str, class_suffix: str) -> Any:
 
 
 def import_user_code(import_path: str) -> Any:
-    """Return the object at an import path of user code; an error during the import is reported as an error of the
-    user's file. Raises `ConfigError` if the object does not exist, or its file raised an error; the message has the
-    location."""
+    """Return the object at an import path of user code. Raises `ConfigError`, with the location in the user's file, if
+    the object does not exist, or if the file raised an error."""
 
     def make_config_error(error: BaseException) -> ConfigError:
         error_text = f"{type(error).__name__}: {error} ({find_error_location(error)})"
@@ -143,10 +140,8 @@ def read_signature(import_path: str) -> inspect.Signature | None:
     except (SyntaxError, ValueError):  # ignore an invalid file: the later import reports its error
         return None
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == function_name]
-    is_name_assigned = any(
-        isinstance(node, ast.Name) and node.id == function_name and isinstance(node.ctx, ast.Store) for node in nodes
-    )
-    if len(functions) != 1 or functions[0] not in module.body or functions[0].decorator_list or is_name_assigned:
+    is_assigned = any(isinstance(n, ast.Name) and n.id == function_name and isinstance(n.ctx, ast.Store) for n in nodes)
+    if len(functions) != 1 or functions[0] not in module.body or functions[0].decorator_list or is_assigned:
         return None
     [function_node], none_constant = functions, ast.Constant(None)
     function_node.args.defaults = [none_constant] * len(function_node.args.defaults)

@@ -1,5 +1,4 @@
-"""Execute one `cosmos run` or `cosmos resume`: start a Prefect server if there is none, run the flow, show progress and
-a summary."""
+"""Execute one `cosmos run` or `cosmos resume`: start a Prefect server if needed, run the flow, show progress."""
 
 from __future__ import annotations
 
@@ -16,20 +15,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from cosmos_core import errors
 from cosmos_core.environment import mask_text
 from cosmos_core.error_handling import convert_errors
-from cosmos_core.errors import (
-    EXIT_CRASH,
-    EXIT_OK,
-    EXIT_PREEMPTED,
-    EXIT_REFUSED,
-    EXIT_USAGE,
-    ConfigError,
-    CosmosError,
-    DiskFull,
-    OverBudget,
-    Preempted,
-)
+from cosmos_core.errors import ConfigError, CosmosError, DiskFull, OverBudget, Preempted
 from cosmos_core.imports import without_garbage_collection
 from cosmos_core.launch.processes import kill_descendants
 from cosmos_core.launch.server import prefect_server
@@ -71,15 +60,15 @@ def run_session(
             record_stop(run.path, stage_names)
     kill_descendants()
     print_summary(run.path)
-    exit_code = EXIT_PREEMPTED if is_interrupted else derive_exit_code(run)
+    exit_code = errors.EXIT_PREEMPTED if is_interrupted else derive_exit_code(run)
     stage_states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
     over_budget_message = next((state.error for state in stage_states if state.is_over_budget), "")
-    if exit_code == EXIT_PREEMPTED and over_budget_message:
+    if exit_code == errors.EXIT_PREEMPTED and over_budget_message:
         _print_message(over_budget_message)
         return exit_code
-    if exit_code == EXIT_PREEMPTED and failure_reason and not is_interrupted:
+    if exit_code == errors.EXIT_PREEMPTED and failure_reason and not is_interrupted:
         # Report a crash instead of a preemption, because the flow itself failed, although no stage did.
-        exit_code = EXIT_CRASH
+        exit_code = errors.EXIT_CRASH
         _print_message(failure_reason)
     _print_failures(run, exit_code)
     return exit_code
@@ -125,12 +114,12 @@ def run_python_flow(
         print_summary(run.path)
     if is_interrupted:
         _print_message(f"stopped; the same command continues {f'run {run.id}' if run else 'it'}")
-        return EXIT_PREEMPTED
+        return errors.EXIT_PREEMPTED
     if raised_error is not None:
         raise raised_error
     if failure_reason:
         _print_message(failure_reason)
-    return EXIT_CRASH if failure_reason else EXIT_OK
+    return errors.EXIT_CRASH if failure_reason else errors.EXIT_OK
 
 
 def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Any]]:
@@ -171,17 +160,19 @@ def _configure_logging_and_signals() -> None:
     for handler in logging.getLogger().handlers:
         # The end of each stage is displayed separately, so records of Prefect's flow and task runs are hidden.
         handler.addFilter(lambda log_record: not log_record.name.startswith(("prefect.task_runs", "prefect.flow_runs")))
-    signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)
+    # Raise KeyboardInterrupt, as Ctrl-C does: a library that is being imported might catch another error.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def derive_exit_code(run: Run) -> int:
     """Return the exit code of a run, from the states of all its stages."""
     stage_states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
     failed_exit_codes = {stage_state.exit_code for stage_state in stage_states if stage_state.state == "failed"}
-    for exit_code in (EXIT_USAGE, EXIT_CRASH, EXIT_REFUSED):
+    for exit_code in (errors.EXIT_USAGE, errors.EXIT_CRASH, errors.EXIT_REFUSED):
         if exit_code in failed_exit_codes:
             return exit_code
-    return EXIT_OK if all(stage_state.state in FINISHED_STATES for stage_state in stage_states) else EXIT_PREEMPTED
+    is_finished = all(stage_state.state in FINISHED_STATES for stage_state in stage_states)
+    return errors.EXIT_OK if is_finished else errors.EXIT_PREEMPTED
 
 
 def _print_failures(run: Run, exit_code: int) -> None:
@@ -190,15 +181,12 @@ def _print_failures(run: Run, exit_code: int) -> None:
         stage_state = read_state(run.stage_path(stage.name))
         if stage_state.state == "failed":
             _print_message(f"{stage.name}: {stage_state.error or 'failed'}")
-    if exit_code == EXIT_REFUSED:
-        _print_message(
-            f"run {run.id} ends here, and resuming it would end the same way: change the training or `require`, then "
-            "cosmos run; what stays the same is reused"
-        )
-    elif exit_code not in {EXIT_OK, EXIT_USAGE}:
-        _print_message(
-            f"run {run.id} is not complete; continue it with: {make_resume_instructions(read_run(run.path))}"
-        )
+    if exit_code == errors.EXIT_REFUSED:
+        remedy = "change the training or `require`, then cosmos run; what stays the same is reused"
+        _print_message(f"run {run.id} ends here, and resuming it would end the same way: {remedy}")
+    elif exit_code not in {errors.EXIT_OK, errors.EXIT_USAGE}:
+        instructions = make_resume_instructions(read_run(run.path))
+        _print_message(f"run {run.id} is not complete; continue it with: {instructions}")
 
 
 def _print_message(message: str) -> None:
@@ -237,11 +225,6 @@ def _run_until_ended(run_flow: Callable[[], Any], run_folder: Path, flow_fn: Any
     has_error_location = flow_fn is not None and has_traceback and flow_state.name != "TimedOut"
     location_text = f" ({find_error_location(flow_result, flow_fn)})" if has_error_location else ""
     return f"{flow_state.message}{location_text}"
-
-
-def _raise_keyboard_interrupt(signal_number: int, stack_frame: object) -> None:
-    """Raise KeyboardInterrupt, as Ctrl-C does: a library that is being imported might catch another error."""
-    raise KeyboardInterrupt
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def is_transient(error: BaseException) -> bool:
 def is_machine_error(error: BaseException) -> bool:
     """Return True if memory, disk space, processes or descriptors were exhausted, or if a disk did not respond."""
     return any(
-        not _MACHINE_ERROR_NAMES.isdisjoint(_list_class_names(cause))
+        any(error_class.__name__ in _MACHINE_ERROR_NAMES for error_class in type(cause).__mro__)
         or (isinstance(cause, OSError) and cause.errno in _MACHINE_ERRNOS)
         # Messages of torch if it cannot allocate host memory, and of Python at the limit on processes (`ulimit -u`).
         or (isinstance(cause, RuntimeError) and re.search("allocate memory|can't start new thread", str(cause)))
@@ -55,7 +55,7 @@ def _is_single_network_error(error: BaseException) -> bool:
     if http_status := _find_http_status(error):  # if a server sent a status, only the status decides
         return http_status >= 500 or http_status in _TRANSIENT_HTTP_STATUSES
     return (
-        not _NETWORK_ERROR_NAMES.isdisjoint(_list_class_names(error))
+        any(error_class.__name__ in _NETWORK_ERROR_NAMES for error_class in type(error).__mro__)
         or (isinstance(error, OSError) and error.errno in _NETWORK_ERRNOS)
         # The backend `gloo` of torch.distributed raises an error with these words if another rank is gone.
         or (isinstance(error, RuntimeError) and _GLOO_CONNECTION_LOST_PATTERN.search(str(error)) is not None)
@@ -71,10 +71,6 @@ def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (error.__context__ if follows_context else None)
 
 
-def _list_class_names(error: BaseException) -> set[str]:
-    return {error_class.__name__ for error_class in type(error).__mro__}
-
-
 def _find_http_status(error: BaseException) -> int:
     """Return the HTTP status of an error, from an attribute of the error (urllib, aiohttp), of its response, or from
     the response table of botocore; 0 if the error has no status."""
@@ -83,10 +79,7 @@ def _find_http_status(error: BaseException) -> int:
         response_metadata = http_response.get("ResponseMetadata")
         status_values = [response_metadata.get("HTTPStatusCode") if isinstance(response_metadata, dict) else None]
     else:
-        status_values = [
-            getattr(http_response, "status_code", None),
-            getattr(error, "code", None),
-            getattr(error, "status", None),
-        ]
+        attributes = ((http_response, "status_code"), (error, "code"), (error, "status"))
+        status_values = [getattr(holder, name, None) for holder, name in attributes]
     http_status = next(filter(None, status_values), None)
     return http_status if isinstance(http_status, int) else 0

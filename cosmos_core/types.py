@@ -25,8 +25,7 @@ class StageKind:
     """Import path `module:function` of the stage's program, which is called with one `run.stage.Stage`; empty: each
     stage of the kind names its program in `entry`."""
     result_version: int
-    """Version number of the results of the kind, a part of the fingerprint; increased by hand when a change of code
-    changes results."""
+    """Version of the kind's results, in the fingerprint; raised by hand when changed code changes results."""
     makes: Literal["", "data", "model", "metrics", "publication", "page"] = ""
     """Product of the stage: prepared rows, a model with the architecture of its base model, metrics of a model, a
     published copy of a model, a page about the run. Empty: something else."""
@@ -35,8 +34,7 @@ class StageKind:
     has_mesh: bool = False
     """Whether the stage runs on the ranks of `policy.parallelism`."""
     has_engine: bool = False
-    """Whether the stage has no mesh but generates with one engine in its own process, on the GPUs of
-    `rollout.parallelism.tp_size`."""
+    """Whether the stage generates with one engine and no mesh, on the GPUs of `rollout.parallelism.tp_size`."""
     scores: bool = False
     """Whether the stage may call the reward functions of its recipe."""
     reads_model: Literal["", "tokenizer", "weights"] = ""
@@ -54,8 +52,7 @@ class StageKind:
     in_worker: bool = True
     """Whether the stage runs in a worker process; if not, it does light work without torch in the flow's process."""
     is_reusable: bool = True
-    """Whether a result may be reused; if not, it depends on more than its inputs (a gate, an upload), and the stage
-    runs each time."""
+    """Whether a result may be reused; a gate or an upload is run each time: it depends on more than its inputs."""
     recipe_tables: tuple[str, ...] = ()
     """Dotted prefixes of the recipe keys that this kind reads; only these keys enter its fingerprint."""
     keys_by_modality: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -63,8 +60,7 @@ class StageKind:
     unread: tuple[str, ...] = ()
     """Recipe keys that this kind does not read although they are below a prefix in `recipe_tables`."""
     reports: tuple[str, ...] = ("*",)
-    """Patterns of the names of metrics that a result may have, such as `export/*`. A kind that `scores` may also have
-    the metrics of held-out rows."""
+    """Patterns of the metrics of a result, such as `export/*`; a kind that `scores` may also have held-out metrics."""
     forwards_metrics: bool = False
     """Whether the result repeats the metrics of the stages in `after`."""
     selects_branch: bool = False
@@ -74,8 +70,7 @@ class StageKind:
     check: str = "cosmos_core.train.check:run"
     """Import path of the program with which `cosmos check` checks a stage that reads a model."""
     libraries: tuple[str, ...] = ()
-    """Packages that affect the results of the stage's program; their versions in the worker's interpreter enter the
-    fingerprint."""
+    """Packages that affect the results of the stage's program; their versions for the worker enter the fingerprint."""
 
     def reads_key(self, key: str) -> bool:
         """Return True if a stage of this kind reads a key of its recipe."""
@@ -129,8 +124,7 @@ class Prompt:
     id: int
     """Row number in the prepared prompt file, the same in every process and epoch."""
     token_ids: tuple[int, ...]
-    """Token ids of the rendered prompt, with the generation prompt of the chat template and each image as its
-    tokens."""
+    """Token ids of the rendered prompt, with generation prompt and the tokens of each image."""
     text: str
     """Text of the rendered prompt, with a placeholder for each image; in later turns the text of the first turn."""
     reference: str
@@ -140,8 +134,7 @@ class Prompt:
     later_turn_token_ids: tuple[int, ...] = ()
     """Token ids at the end of `token_ids` that follow those of `text`; empty in the first turn of a conversation."""
     embedding: dict[str, Any] = field(default_factory=dict)
-    """Output of the text encoder of a diffusion model: tensors by name, without a dimension for samples. The prompt
-    then has no token ids."""
+    """Output of a diffusion model's text encoder: tensors by name, for one sample. The prompt then has no token ids."""
     conditioning_clip: Any = None
     """Clean latents of a clip whose first frames may condition a rollout of a video model; None: no clip."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -191,8 +184,7 @@ class FlowSampling:
     num_frames: int = 1
     """Number of frames of a video; 1: an image. An image model ignores the number."""
     conditioning_frame_range: tuple[int, int] = (0, 0)
-    """Minimum and maximum number of conditioning latent frames, used if the prompt has a clip and the model supports
-    such frames."""
+    """Range of the number of conditioning latent frames, if there is a clip and the model supports them."""
     has_common_initial_noise: bool = False
     """Whether all samples of a prompt start from the same noise."""
     weights_name: str = "policy"
@@ -223,8 +215,7 @@ class Sampling:
 
     @property
     def is_off_policy(self) -> bool:
-        """Return True if the distribution from which tokens are sampled may differ from the distribution of the policy
-        that is trained on them."""
+        """Return True if tokens may be sampled from another distribution than the policy that is trained on them."""
         alters_sampling = self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1
         return alters_sampling or self.policy_temperature not in (None, self.temperature) or self.may_use_old_weights
 
@@ -237,8 +228,7 @@ class Segment:
     is_sampled: bool
     """Whether the policy sampled the tokens, including the end token; only such tokens may be trained on."""
     logprobs: tuple[float, ...]
-    """Natural logarithm of the probability of each token under the distribution from which it was sampled; () if the
-    tokens were not sampled."""
+    """Natural log-probability of each token under its sampling distribution; () if they were not sampled."""
     version: int
     """Train step of the weights that sampled the tokens, or that were current when the tool was called."""
 

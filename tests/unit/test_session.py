@@ -37,7 +37,7 @@ from tests.command_line import InProcess
 
 
 def test_a_termination_is_not_swallowed_by_a_library_that_logs_any_error_of_its_plugins() -> None:
-    before = signal.signal(signal.SIGTERM, session._raise_keyboard_interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             try:

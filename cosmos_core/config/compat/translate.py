@@ -29,25 +29,22 @@ _VAL_BATCH_SIZE_KEYS = ("train.validation_batch_per_replica", "rollout.val_batch
 
 def with_current_keys(config_values: TomlTable, error_prefix: str, notices: list[str]) -> TomlTable:
     """Return a configuration with current key names in place of older ones; add a message for each change to `notices`.
-    Raises `ConfigError` if an old and a new key of one setting have different values, or if the file has the deprecated
-    `--wfm-mode` schema."""
+    Raises `ConfigError` if an old and a new key of a setting differ, or if the file has the `--wfm-mode` schema."""
     wfm_tables = [name for name in _WFM_TABLE_NAMES if isinstance(config_values.get(name), dict)]
     # A table `[model]` alone may belong to user code.
     has_wfm_tables_only = not _CURRENT_TABLE_NAMES & config_values.keys()
     if wfm_tables and (has_wfm_tables_only or ("model" in wfm_tables and len(wfm_tables) > 1)):
-        raise ConfigError(
-            f"{error_prefix}: [{wfm_tables[0]}] is of the deprecated --wfm-mode schema; "
-            f"`python tools/convert_wfm.py {error_prefix.partition(': ')[0]}` prints a recipe that says the same"
-        )
+        remedy = f"`python tools/convert_wfm.py {error_prefix.partition(': ')[0]}` prints a recipe that says the same"
+        raise ConfigError(f"{error_prefix}: [{wfm_tables[0]}] is of the deprecated --wfm-mode schema; {remedy}")
     config_values = copy.deepcopy(config_values)
     _keep_applicable_batch_size(config_values, notices)
     old_key_by_new_key: dict[str, str] = {}
     for old_key, new_key in _KEY_TRANSLATIONS["moved"].items():
-        old_table, old_key_name = _find_parent_table(config_values, old_key)
+        old_table, old_key_name = find_parent_table(config_values, old_key)
         if old_key_name not in old_table:
             continue
         old_value = old_table.pop(old_key_name)
-        new_table, new_key_name = _find_parent_table(config_values, new_key, should_create=True)
+        new_table, new_key_name = find_parent_table(config_values, new_key, should_create=True)
         current_value = new_table.get(new_key_name, old_value)
         if current_value not in (old_value, None):
             old_text, current_text = f"{old_key} = {short_text(old_value)}", short_text(current_value)
@@ -70,11 +67,11 @@ def with_current_algorithm_keys(recipe_tables: TomlTable, notices: list[str]) ->
     If both keys are set, the current key takes precedence over the older one.
     """
     recipe_tables = copy.deepcopy(recipe_tables)
-    policy_table, _ = _find_parent_table(recipe_tables, f"{_TRAIN_POLICY_KEY}.type")
+    policy_table, _ = find_parent_table(recipe_tables, f"{_TRAIN_POLICY_KEY}.type")
     if policy_table.get("trainer_type") == "dpo":
         for old_key, new_key in _KEY_TRANSLATIONS["moved_in_dpo"].items():
             _rename_key(recipe_tables, old_key, new_key, notices)
-    annotation_table, _ = _find_parent_table(recipe_tables, _SYSTEM_PROMPT_OF_ANNOTATIONS)
+    annotation_table, _ = find_parent_table(recipe_tables, _SYSTEM_PROMPT_OF_ANNOTATIONS)
     if annotation_table.get("annotation_path") and (system_prompt := annotation_table.get("system_prompt")):
         _rename_key(recipe_tables, _SYSTEM_PROMPT_OF_ANNOTATIONS, f"{_TRAIN_POLICY_KEY}.system_prompt", notices)
         annotation_table["system_prompt"] = system_prompt  # keep the old key, which user packers may read in `custom`
@@ -84,11 +81,11 @@ def with_current_algorithm_keys(recipe_tables: TomlTable, notices: list[str]) ->
 
 
 def _rename_key(config_values: TomlTable, old_key: str, new_key: str, notices: list[str]) -> None:
-    old_table, old_key_name = _find_parent_table(config_values, old_key)
+    old_table, old_key_name = find_parent_table(config_values, old_key)
     if old_key_name not in old_table:
         return
     old_value = old_table.pop(old_key_name)
-    new_table, new_key_name = _find_parent_table(config_values, new_key, should_create=True)
+    new_table, new_key_name = find_parent_table(config_values, new_key, should_create=True)
     if new_table.setdefault(new_key_name, old_value) == old_value:
         notices.append(f"{old_key} is today's {new_key}")
     else:
@@ -97,13 +94,12 @@ def _rename_key(config_values: TomlTable, old_key: str, new_key: str, notices: l
 
 
 def _keep_applicable_batch_size(config_values: TomlTable, notices: list[str]) -> None:
-    """If a recipe sets different values for the two older keys of the validation batch size, keep the key that applies
-    to its type of training, RL or SFT."""
-    tables_and_key_names = [_find_parent_table(config_values, key) for key in _VAL_BATCH_SIZE_KEYS]
+    """Of different values for the older keys of the validation batch size, keep that of the type of training."""
+    tables_and_key_names = [find_parent_table(config_values, key) for key in _VAL_BATCH_SIZE_KEYS]
     batch_sizes = [table[name] for table, name in tables_and_key_names if name in table]
     if len(batch_sizes) < 2 or batch_sizes[0] == batch_sizes[1]:
         return
-    policy_table, _ = _find_parent_table(config_values, f"{_TRAIN_POLICY_KEY}.type")
+    policy_table, _ = find_parent_table(config_values, f"{_TRAIN_POLICY_KEY}.type")
     is_rl = infer_training_type(policy_table) == "grpo" if policy_table else True
     table, name = tables_and_key_names[not is_rl]
     removed_key, kept_key = _VAL_BATCH_SIZE_KEYS[not is_rl], _VAL_BATCH_SIZE_KEYS[is_rl]
@@ -113,7 +109,7 @@ def _keep_applicable_batch_size(config_values: TomlTable, notices: list[str]) ->
 
 def _remove_ineffective_keys(config_values: TomlTable, effect_by_key: dict[str, str], notices: list[str]) -> None:
     for key, intended_effect in effect_by_key.items():
-        table, name = _find_parent_table(config_values, key)
+        table, name = find_parent_table(config_values, key)
         # At the root of a file remove only tables; the schema refuses any other value as an unknown key.
         if name in table and (table is not config_values or isinstance(table[name], dict)):
             notices.append(_ignored_key_message(key, table.pop(name), intended_effect))
@@ -126,7 +122,7 @@ def _ignored_key_message(key: str, ignored_value: Any, intended_effect: str) -> 
 def _translate_remote_reward(config_values: TomlTable, notices: list[str]) -> None:
     """Replace the table `remote_reward.reward_fn = {name = weight}` and its `score_key` by the list `reward_fns`."""
     old_key = f"{_TRAIN_POLICY_KEY}.remote_reward.reward_fn"
-    reward_table, name = _find_parent_table(config_values, old_key)
+    reward_table, name = find_parent_table(config_values, old_key)
     if not isinstance(reward_table.get(name), dict):
         return  # leave a value that is no table unchanged, because the schema refuses it with an error
     score_key = {"score_key": reward_table.pop("score_key")} if "score_key" in reward_table else {}
@@ -160,7 +156,7 @@ def _match_stage_prefix(key: str, table_key: str) -> tuple[str, bool]:
     return f"{stage_name}.", stage_name != "custom" and f"{remaining_key}.".startswith(f"{table_key}.")
 
 
-def _find_parent_table(config_values: TomlTable, key: str, *, should_create: bool = False) -> tuple[TomlTable, str]:
+def find_parent_table(config_values: TomlTable, key: str, *, should_create: bool = False) -> tuple[TomlTable, str]:
     """Return the table in which a dotted key lies, and the last part of the key. A missing table is returned as an
     empty table, and added to `config_values` if `should_create`; a value that is no table counts as missing."""
     *parent_table_names, name = key.split(".")
