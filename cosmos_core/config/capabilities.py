@@ -11,12 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline, StageKinds, stage_references
-from cosmos_core.config.conditions import (
-    STANDARD_ERROR_SUFFIX,
-    is_fraction_of_prompts,
-    is_lower_better,
-    parse_condition,
-)
+from cosmos_core.config.conditions import STANDARD_ERROR_SUFFIX, is_lower_better, is_prompt_fraction, parse_condition
 from cosmos_core.config.inputs import existing_path, read_card_metadata, referenced_stage
 from cosmos_core.config.override import IMPLIED_STAGE_SUFFIX
 from cosmos_core.config.schema.field_metadata import SupportedValues, find_metadata
@@ -70,25 +65,22 @@ def _metric_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
             yield f"sweep.metric = {sweep.metric!r}: no stage of branch {branch.stages[0]!r} reports it{suggestion}"
     for condition in map(parse_condition, stage.require):
         stage_name, _, metric = condition.metric.partition(".")
-        stage_names, metric = (
-            ([stage_name], metric) if stage_name in stage.after else (list(stage.after), condition.metric)
-        )
+        if stage_name not in stage.after:
+            metric = condition.metric
+        stage_names = [stage_name] if stage_name in stage.after else stage.after
         if not _can_any_report_metric(pipeline, stage_names, metric):
             suggestion = _suggest_metric(pipeline, stage_names, metric)
             yield f"require = {condition.text!r}: no stage in its `after` reports {metric!r}{suggestion}"
         stderr_metric = metric + STANDARD_ERROR_SUFFIX
-        noise_metrics = [stderr_metric, f"{metric.rpartition('/')[0]}/prompts"][: 1 + is_fraction_of_prompts(metric)]
+        noise_metrics = [stderr_metric, f"{metric.rpartition('/')[0]}/prompts"][: 1 + is_prompt_fraction(metric)]
         has_std_error = any(_can_any_report_metric(pipeline, stage_names, each, True) for each in noise_metrics)
         if stage.confidence and condition.allows_for_noise and "*" not in metric and not has_std_error:
-            yield (
-                f"confidence = {stage.confidence:g}: no stage in its `after` reports {stderr_metric!r}, "
-                f"the noise of {condition.text!r}; compare another metric, or leave confidence out"
-            )
+            reason = f"no stage in its `after` reports {stderr_metric!r}, the noise of {condition.text!r}"
+            yield f"confidence = {stage.confidence:g}: {reason}; compare another metric, or leave confidence out"
 
 
 def _measured_model_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
-    """Yield an error if the metrics that a gate reads were measured on the final model of a training, but the upload
-    after the gate publishes another checkpoint."""
+    """Yield an error if a gate's metrics are those of the final model, but the upload after it has another one."""
     dependents = pipeline.stage_and_dependents(stage.name) if stage.require else set[str]()
     metric_stages = [name for name in map(pipeline.stage, stage.after) if pipeline.stage_kind(name).makes == "metrics"]
     for upload in pipeline.stages:
@@ -106,15 +98,12 @@ def _measured_model_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[s
                 )
 
 
-def _can_any_report_metric(
-    pipeline: Pipeline, stage_names: Collection[str], metric: str, is_noise: bool = False
-) -> bool:
-    return any(_can_report_metric(pipeline, pipeline.stage(name), metric, is_noise) for name in stage_names)
+def _can_any_report_metric(pipeline: Pipeline, names: Collection[str], metric: str, is_noise: bool = False) -> bool:
+    return any(_can_report_metric(pipeline, pipeline.stage(name), metric, is_noise) for name in names)
 
 
 def _suggest_metric(pipeline: Pipeline, stage_names: Collection[str], metric: str) -> str:
-    """Return the end of an error message that suggests the validation metric most similar to `metric` among those that
-    the stages can report; empty if they report none."""
+    """Return a hint at the validation metric most similar to `metric` that the stages can report; empty if none."""
     metric_names = [_VALIDATION_METRIC_PREFIX + name for name in _VALIDATION_METRICS if "*" not in name]
     metric_names = [each for each in metric_names if _can_any_report_metric(pipeline, stage_names, each)]
     return suggest_names(metric, metric_names) if metric_names else ""
@@ -172,10 +161,8 @@ def _dataset_mixture_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[
     """Yield an error for a mixture of data sets in a stage whose key `data` already names its rows."""
     replaces_dataset = stage.data and pipeline.stage_kind(stage).reads_data == "source"
     if replaces_dataset and pipeline.recipes[stage.name].train.train_policy.datasets:
-        yield (
-            f"data = {stage.data!r} takes the place of train.train_policy.datasets; leave data out, or set "
-            f"overrides.train.train_policy.datasets = []"
-        )
+        remedy = "leave data out, or set overrides.train.train_policy.datasets = []"
+        yield f"data = {stage.data!r} takes the place of train.train_policy.datasets; {remedy}"
 
 
 def _export_comparison_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
@@ -185,16 +172,12 @@ def _export_comparison_errors(pipeline: Pipeline, stage: StageConfig) -> Iterato
         return
     rows_stage_name = referenced_stage(stage.data)
     if rows_stage_name is not None and pipeline.stage_kind(pipeline.stage(rows_stage_name)).makes != "data":
-        yield (
-            f"export.formats are compared with the model on prepared rows, and data = {stage.data!r} has none; name a "
-            f"stage of kind prepare"
-        )
+        reason = f"are compared with the model on prepared rows, and data = {stage.data!r} has none"
+        yield f"export.formats {reason}; name a stage of kind prepare"
     training_names = [other.name for other in pipeline.stages if pipeline.stage_kind(other).trains_model]
     if not stage.data and not any(stage.name in pipeline.stage_and_dependents(name) for name in training_names):
-        yield (
-            "export.formats are compared with the model on rows, and no training comes before the stage; set data = "
-            '"stage:NAME" of a prepare stage'
-        )
+        reason = "are compared with the model on rows, and no training comes before the stage"
+        yield f'export.formats {reason}; set data = "stage:NAME" of a prepare stage'
 
 
 def _referenced_output_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
@@ -213,34 +196,27 @@ def _referenced_output_errors(pipeline: Pipeline, stage: StageConfig) -> Iterato
         required_settings = {"train.ckpt.enable_checkpoint": model_recipe.train.ckpt.enable_checkpoint}
         if stage.checkpoint == "best":
             required_settings["validation.enable"] = model_recipe.validation.enable
-        missing_settings = " and ".join(
-            f"{key} = true" for key, is_enabled in required_settings.items() if not is_enabled
-        )
+        missing_settings = " and ".join(f"{key} = true" for key, value in required_settings.items() if not value)
         if missing_settings and stage.checkpoint != str(model_recipe.train.max_num_steps):
-            yield (
-                f"checkpoint = {stage.checkpoint!r} needs {missing_settings} in stage {training_name!r}; set it there, "
-                f"or leave checkpoint out for the final model"
-            )
+            remedy = "set it there, or leave checkpoint out for the final model"
+            yield f"checkpoint = {stage.checkpoint!r} needs {missing_settings} in stage {training_name!r}; {remedy}"
         elif stage.checkpoint != "best" and (final_step := model_recipe.train.max_num_steps):
             step, ckpt = int(stage.checkpoint), model_recipe.train.ckpt
             # A step between two regular checkpoints may also be saved, if validation finds that it is the best.
             may_save_step = model_recipe.validation.enable or ckpt.save_freq_in_epoch > 0 or step % ckpt.save_freq == 0
             if step > final_step or (step < final_step and not may_save_step):
-                problem = (
-                    f"stage {training_name!r} saves each {ckpt.save_freq} steps (train.ckpt.save_freq) of {final_step}"
-                )
-                yield f"checkpoint = {stage.checkpoint!r}: {problem}; name one of these steps, or leave checkpoint out"
+                reason = f"saves each {ckpt.save_freq} steps (train.ckpt.save_freq) of {final_step}"
+                remedy = "name one of these steps, or leave checkpoint out"
+                yield f"checkpoint = {stage.checkpoint!r}: stage {training_name!r} {reason}; {remedy}"
     if stage_kind.table == "merge":
         merge_weights, base_stage_name = recipe.merge.weights, referenced_stage(stage.model)
-        merged_stage_names = [
-            name for name in stage.after if name != base_stage_name and _may_produce_output(pipeline, name, "model")
-        ]
-        min_num_models = sum(bool(pipeline.stage_kind(pipeline.stage(name)).entry) for name in merged_stage_names)
-        if len(merged_stage_names) < 2 or (
-            merge_weights and not min_num_models <= len(merge_weights) <= len(merged_stage_names)
-        ):
+        merged_names = [name for name in stage.after if name != base_stage_name]
+        merged_names = [name for name in merged_names if _may_produce_output(pipeline, name, "model")]
+        min_num_models = sum(bool(pipeline.stage_kind(pipeline.stage(name)).entry) for name in merged_names)
+        has_weight_count = not merge_weights or min_num_models <= len(merge_weights) <= len(merged_names)
+        if len(merged_names) < 2 or not has_weight_count:
             yield (
-                f"after = {list(stage.after)} names {len(merged_stage_names)} models to merge, and merge.weights = "
+                f"after = {list(stage.after)} names {len(merged_names)} models to merge, and merge.weights = "
                 f"{list(merge_weights)}; name at least two, and a weight for each or none"
             )
 
@@ -271,13 +247,10 @@ def _may_produce_output(pipeline: Pipeline, stage_name: str, output_type: str) -
 
 def unique_notices(pipeline: Pipeline) -> list[str]:
     """Return one line of text for each setting that is accepted but ignored or changed, without duplicates."""
-    stage_contexts = [
-        StageContext(pipeline.recipes[name], pipeline.stage_kind(pipeline.stage(name))) for name in pipeline.recipes
-    ]
-    notices = [notice for stage in stage_contexts for notice in _ignored_settings(stage, pipeline.stage_kinds)]
-    notices += [
-        notice for stage in stage_contexts for table in active_tables(stage.recipe) for notice in table.notices(stage)
-    ]
+    stage_kinds = {name: pipeline.stage_kind(pipeline.stage(name)) for name in pipeline.recipes}
+    stages = [StageContext(pipeline.recipes[name], kind) for name, kind in stage_kinds.items()]
+    notices = [notice for stage in stages for notice in _ignored_settings(stage, pipeline.stage_kinds)]
+    notices += [text for stage in stages for table in active_tables(stage.recipe) for text in table.notices(stage)]
     ignored_settings = (*_ignored_stage_settings(pipeline), *_ignored_row_settings(pipeline))
     return list(dict.fromkeys((*pipeline.notices, *notices, *ignored_settings)))
 
@@ -294,12 +267,9 @@ def _ignored_settings(stage_context: StageContext, stage_kinds: StageKinds) -> I
             # No notice about the `subset` of media without a metadata file: the `prepare` stage refuses an unknown one.
             checks_decode_media = stage_context.recipe.policy.modality.is_media_decoded_by_checks
             is_media_folder = path and path.is_dir() and checks_decode_media and not any(path.glob("metadata.*"))
-            is_subset_read = (
-                key == "subset"
-                and path
-                and (is_media_folder or os.path.isdir(path / value) or "configs" in read_card_metadata(path))
-            )
-            if value and path and not is_subset_read:
+            has_folder = path is not None and (is_media_folder or os.path.isdir(path / value))
+            is_read = key == "subset" and path and (has_folder or "configs" in read_card_metadata(path))
+            if value and path and not is_read:
                 yield f"{dataset_key}.{key} = {short_toml(value)} has no effect here: {dataset_name} is on this machine"
     for key, value, enabling_field in disabled_settings(stage_context.recipe):
         # Report a disabled key that no stage kind lists as read, such as one of the profiler, for stages of every kind.
@@ -309,34 +279,24 @@ def _ignored_settings(stage_context: StageContext, stage_kinds: StageKinds) -> I
 
 def _ignored_stage_settings(pipeline: Pipeline) -> Iterator[str]:
     for stage in pipeline.stages:
-        recipe, stage_kind, stage_label = (
-            pipeline.recipes[stage.name],
-            pipeline.stage_kind(stage),
-            f"stage {stage.name!r}",
-        )
+        recipe, stage_kind = pipeline.recipes[stage.name], pipeline.stage_kind(stage)
+        stage_label = f"stage {stage.name!r}"
         if stage.timeout and not stage_kind.in_worker:
-            yield (
-                f"{stage_label}: timeout = {stage.timeout!r} has no effect here: kind {stage.kind} has no worker that "
-                f"could be ended"
-            )
+            reason = f"kind {stage.kind} has no worker that could be ended"
+            yield f"{stage_label}: timeout = {stage.timeout!r} has no effect here: {reason}"
         if stage.confidence and not any(parse_condition(text).needs_published_model for text in stage.require):
-            yield (
-                f"{stage_label}: confidence = {stage.confidence:g} has no effect here: no condition in require "
-                f"compares with published"
-            )
+            reason = "no condition in require compares with published"
+            yield f"{stage_label}: confidence = {stage.confidence:g} has no effect here: {reason}"
         if (sweep := stage.sweep) and is_lower_better(sweep.metric) and "mode" not in sweep.model_fields_set:
-            yield (
-                f"{stage_label}: sweep.metric = {sweep.metric!r}: the branch with its largest value is chosen; set "
-                f"sweep.mode = 'min' for the smallest"
-            )
+            reason = "the branch with its largest value is chosen"
+            yield f"{stage_label}: sweep.metric = {sweep.metric!r}: {reason}; set sweep.mode = 'min' for the smallest"
         if stage.data and stage_kind.entry and not stage_kind.reads_data and not stage_kind.reads_key("export.formats"):
             yield f"{stage_label}: data = {stage.data!r} has no effect here: kind {stage.kind} reads no rows"
         has_remote_rewards = recipe.train.train_policy.remote_reward_config or recipe.validation.remote_reward_config
         if stage.reward_service and not stage.entry and not has_remote_rewards:
-            yield (
-                f"{stage_label}: reward_service = {stage.reward_service!r} has no effect here: no reward of it comes "
-                f"from a service; leave it out, or set train.train_policy.use_remote_reward = true"
-            )
+            reason = "no reward of it comes from a service"
+            remedy = "leave it out, or set train.train_policy.use_remote_reward = true"
+            yield f"{stage_label}: reward_service = {stage.reward_service!r} has no effect here: {reason}; {remedy}"
 
 
 def _ignored_row_settings(pipeline: Pipeline) -> Iterator[str]:
@@ -351,7 +311,5 @@ def _ignored_row_settings(pipeline: Pipeline) -> Iterator[str]:
         for key, field, value, is_set in active_fields(recipe):
             has_no_effect = is_set and prepare_kind.reads_key(key) and not kind.reads_key(key)
             if has_no_effect and support_status(field).name == "used" and prepare_setting_values.get(key) != value:
-                yield (
-                    f"stage {stage.name!r}: {key} = {short_toml(value)} has no effect here: stage {rows_stage_name!r} "
-                    f"prepares its rows; set data to prepare rows of its own"
-                )
+                reason = f"{key} = {short_toml(value)} has no effect here: stage {rows_stage_name!r} prepares its rows"
+                yield f"stage {stage.name!r}: {reason}; set data to prepare rows of its own"

@@ -206,7 +206,11 @@ def _compose_pipeline(
 ) -> Pipeline:
     pipeline_table = root_tables.pop("pipeline", {})
     parsed_overrides = drop_ineffective_overrides(overrides, notices)
-    stage_entries = _read_stage_entries(path, pipeline_table)
+    if not isinstance(pipeline_table, Mapping):
+        raise ConfigError(f"{path}: pipeline: must be a table")
+    stage_entries = pipeline_table.get("stages", [])
+    if not isinstance(stage_entries, list) or not all(isinstance(entry, Mapping) for entry in stage_entries):
+        raise ConfigError(f"{path}: pipeline.stages: must be tables, each under a line [[pipeline.stages]]")
     if not stage_entries:
         recipe_tables = with_current_algorithm_keys(merge_tables(root_tables, recipe_overrides(parsed_overrides)), [])
         recipe = parse_table(Recipe, recipe_tables, error_prefix=str(path), notices=[])
@@ -239,16 +243,6 @@ def _compose_pipeline(
     pipeline = with_inherited_settings(pipeline)
     _check_serializable(pipeline)
     return pipeline
-
-
-def _read_stage_entries(path: Path, pipeline_table: Any) -> list[Mapping[str, Any]]:
-    """Return the tables in `[[pipeline.stages]]` as they are written in the file."""
-    if not isinstance(pipeline_table, Mapping):
-        raise ConfigError(f"{path}: pipeline: must be a table")
-    stage_entries = pipeline_table.get("stages", [])
-    if not isinstance(stage_entries, list) or not all(isinstance(entry, Mapping) for entry in stage_entries):
-        raise ConfigError(f"{path}: pipeline.stages: must be tables, each under a line [[pipeline.stages]]")
-    return stage_entries
 
 
 def _read_recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> tuple[TomlTable, list[Path]]:
@@ -340,8 +334,7 @@ def _check_stages(pipeline: Pipeline) -> None:
 
 
 def _check_stage_kind(error_prefix: str, stage: StageConfig, recipe: Recipe, kinds: StageKinds) -> None:
-    """Raise `ConfigError` if the kind of a stage ignores one of its keys, needs a missing key, or cannot train with the
-    algorithm of the recipe."""
+    """Raise `ConfigError` if the kind refuses a key or the algorithm of a stage, or if a required key is missing."""
     stage_kind = kinds[stage.kind]
     for key in dict.fromkeys(key for other_kind in kinds.values() for key in other_kind.allowed_keys):
         if getattr(stage, key) and key not in stage_kind.allowed_keys:
@@ -358,8 +351,7 @@ def _check_stage_kind(error_prefix: str, stage: StageConfig, recipe: Recipe, kin
 
 
 def _with_output_dir(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with the `output_dir` that its recipes set, unless `[pipeline]` sets one; raise `ConfigError`
-    if recipes set different folders."""
+    """Return the pipeline with the `output_dir` of `[pipeline]` or its recipes, which must then have the same."""
     if folder := pipeline.config.output_dir:
         train_output_dirs = {recipe.train.output_dir for recipe in pipeline.recipes.values()} - {_DEFAULT_OUTPUT_DIR}
         no_effect_text = f"has no effect here: pipeline.output_dir = {folder!r}"
@@ -371,9 +363,8 @@ def _with_output_dir(pipeline: Pipeline) -> Pipeline:
             stage_name_by_folder.setdefault(recipe.train.output_dir, name)
     if len(stage_name_by_folder) > 1:
         conflict_text = " and ".join(f"{folder!r} of stage {stage!r}" for folder, stage in stage_name_by_folder.items())
-        raise ConfigError(
-            f"{pipeline.source_path}: train.output_dir = {conflict_text}: a run has one folder; set pipeline.output_dir"
-        )
+        rule = "a run has one folder; set pipeline.output_dir"
+        raise ConfigError(f"{pipeline.source_path}: train.output_dir = {conflict_text}: {rule}")
     output_dir = next(iter(stage_name_by_folder), _DEFAULT_OUTPUT_DIR)
     return replace(pipeline, config=pipeline.config.copy_with(output_dir=output_dir))
 
@@ -389,10 +380,9 @@ def _sort_topologically(pipeline: Pipeline) -> Pipeline:
         for key, reference in stage_references(stage, pipeline.recipes[stage.name], pipeline.stage_kind(stage)):
             referenced_name = referenced_stage(reference)
             if referenced_name is not None and stage.name not in pipeline.stage_and_dependents(referenced_name):
-                raise ConfigError(
-                    f"{pipeline.source_path}: stage {stage.name!r}: {key} = {reference!r} but {referenced_name!r} is "
-                    f'not in its `after`; write after = ["{referenced_name}"]'
-                )
+                problem = f"{key} = {reference!r} but {referenced_name!r} is not in its `after`"
+                remedy = f'write after = ["{referenced_name}"]'
+                raise ConfigError(f"{pipeline.source_path}: stage {stage.name!r}: {problem}; {remedy}")
             predecessors += [referenced_name] if referenced_name else []
         updated_fields = {"after": tuple(dict.fromkeys(predecessors)), "target": _find_gate_target(pipeline, stage)}
         sorted_stages.append(stage.model_copy(update=updated_fields))
@@ -423,10 +413,8 @@ def _find_gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
     upload_stages = [each for each in pipeline.stages if pipeline.stage_kind(each).makes == "publication"]
     publication_target = stage.target or next((each.target for each in upload_stages if each.name in dependents), "")
     if not publication_target and any(parse_condition(condition).needs_published_model for condition in stage.require):
-        raise ConfigError(
-            f"{pipeline.source_path}: stage {stage.name!r}: require compares with `published`, but there is no target "
-            f"to read it from; set target"
-        )
+        reason = "require compares with `published`, but there is no target to read it from"
+        raise ConfigError(f"{pipeline.source_path}: stage {stage.name!r}: {reason}; set target")
     return publication_target
 
 
@@ -455,11 +443,10 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
             continue
         name = f"{stage.name}{IMPLIED_STAGE_SUFFIX}"
         if len(name) > MAX_STAGE_NAME_LENGTH:
-            raise ConfigError(
-                f"{pipeline.source_path}: stage {stage.name!r}: the name of the stage that prepares its rows, "
-                f"NAME-data, may have {MAX_STAGE_NAME_LENGTH} characters; shorten the name, or name a prepare stage in "
-                f"data"
-            )
+            rule = f"NAME-data, may have {MAX_STAGE_NAME_LENGTH} characters"
+            problem = f"the name of the stage that prepares its rows, {rule}"
+            remedy = "shorten the name, or name a prepare stage in data"
+            raise ConfigError(f"{pipeline.source_path}: stage {stage.name!r}: {problem}; {remedy}")
         if name in stages_by_name:
             error_prefix = f"{pipeline.source_path}: stage {name!r}"
             raise ConfigError(f"{error_prefix}: the name is taken by the data of stage {stage.name!r}")

@@ -85,9 +85,8 @@ def parse_condition(text: str) -> MetricCondition:
             f"condition {text!r} must be METRIC >= NUMBER, METRIC >= published, METRIC >= published - NUMBER (also >, "
             f"<=, <, ==) or METRIC not worse than published by NUMBER"
         )
-    return MetricCondition(
-        text, metric, comparison_operator, threshold_text or _PUBLISHED_KEYWORD, float(f"{offset_sign}{offset_text}")
-    )
+    threshold_text, offset = threshold_text or _PUBLISHED_KEYWORD, float(f"{offset_sign}{offset_text}")
+    return MetricCondition(text, metric, comparison_operator, threshold_text, offset)
 
 
 def is_lower_better(metric: str) -> bool:
@@ -123,7 +122,7 @@ def significance_margin(metric: str, confidence: float, *measurements: Mapping[s
     return NormalDist().inv_cdf(confidence) * math.hypot(*std_errors) if len(std_errors) == len(measurements) else None
 
 
-def is_fraction_of_prompts(metric: str) -> bool:
+def is_prompt_fraction(metric: str) -> bool:
     """Return True if a metric is a fraction of prompts, whose standard error follows from their number."""
     last_name_part = metric.rpartition("/")[2]
     return last_name_part == "accuracy" or last_name_part.startswith("pass@")
@@ -133,7 +132,7 @@ def _standard_error(metric: str, metrics: Mapping[str, float]) -> float | None:
     if (standard_error := metrics.get(metric + STANDARD_ERROR_SUFFIX)) is not None:
         return standard_error
     num_prompts = metrics.get(f"{metric.rpartition('/')[0]}/prompts", 0.0)
-    if num_prompts < 1 or not is_fraction_of_prompts(metric):
+    if num_prompts < 1 or not is_prompt_fraction(metric):
         return None
     # A value outside of 0 to 1, such as a percentage, has no standard error, because the formula is only for fractions.
     if metrics[metric] < 0 or metrics[metric] > 1:

@@ -17,9 +17,8 @@ def pipeline_differences(old_pipeline: Pipeline, new_pipeline: Pipeline) -> Iter
     pipelines = (old_pipeline, new_pipeline)
     pipeline_settings = (flatten_tables(pipeline.config.model_dump(exclude={"stages"})) for pipeline in pipelines)
     yield from _format_differences("pipeline.", *pipeline_settings)
-    stage_names = [stage.name for stage in old_pipeline.stages]
     changes_by_stage: dict[str, list[str]] = {}
-    for name in stage_names + [stage.name for stage in new_pipeline.stages if stage.name not in stage_names]:
+    for name in dict.fromkeys(stage.name for pipeline in pipelines for stage in pipeline.stages):
         old_values, new_values = (_flatten_stage_settings(pipeline, name) for pipeline in pipelines)
         if old_values is None or new_values is None:
             yield f"{name}: {'only in the first' if new_values is None else 'only in the second'}"
@@ -36,10 +35,9 @@ def _flatten_stage_settings(pipeline: Pipeline, name: str) -> dict[str, Any] | N
 
 
 def _format_differences(key_prefix: str, old_values: dict[str, Any], new_values: dict[str, Any]) -> Iterator[str]:
-    for key in [*old_values, *(key for key in new_values if key not in old_values)]:
-        setting_values = [table[key] for table in (old_values, new_values) if key in table]
-        if len(setting_values) == 1 or toml_text(setting_values[0]) != toml_text(setting_values[1]):
-            tables = (old_values, new_values)
+    tables = (old_values, new_values)
+    for key in old_values | new_values:
+        if len({toml_text(table[key]) if key in table else None for table in tables}) > 1:
             value_texts = (toml_text(mask_settings(each[key], key)) if key in each else "nothing" for each in tables)
             yield f"{key_prefix}{key}: {' -> '.join(value_texts)}"
 

@@ -18,8 +18,7 @@ class _ConfigFile(Recipe):
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema (dialect 2020-12) of a configuration file. The descriptions of keys say whether they have
-    an effect and are supported."""
+    """Return the JSON schema (dialect 2020-12) of a configuration file; descriptions of keys include their status."""
     schema = _ConfigFile.model_json_schema()
     # `type` of `train_policy` is optional, since a file named in `extends` may set it, or other keys imply it.
     for name in ("SftConfig", "DpoConfig", "KtoConfig"):
@@ -43,13 +42,9 @@ def _add_deprecated_key(schema: dict[str, Any], key: str, description: str) -> N
     *parent_names, key_name = key.split(".")
     table_schemas = [schema]
     for parent_name in parent_names:
-        field_schemas = [table_schema.get("properties", {}).get(parent_name, {}) for table_schema in table_schemas]
-        table_schemas = [subtable for field in field_schemas for subtable in _referenced_schemas(schema, field)]
+        fields = [table_schema.get("properties", {}).get(parent_name, {}) for table_schema in table_schemas]
+        fields += [each for field in fields for key in ("anyOf", "oneOf", "allOf") for each in field.get(key, [])]
+        definition_names = [field["$ref"].rpartition("/")[2] for field in fields if "$ref" in field]
+        table_schemas = [schema["$defs"][name] for name in definition_names]
     for table_schema in table_schemas:
         table_schema["properties"].setdefault(key_name, {"deprecated": True, "description": description})
-
-
-def _referenced_schemas(schema: dict[str, Any], field: dict[str, Any]) -> list[dict[str, Any]]:
-    union_members = [field, *field.get("anyOf", []), *field.get("oneOf", []), *field.get("allOf", [])]
-    definition_names = [member["$ref"].rpartition("/")[2] for member in union_members if "$ref" in member]
-    return [schema["$defs"][name] for name in definition_names]

@@ -63,8 +63,7 @@ class StageInput:
     with the tokens that end a generation. `hook`: user code that does not change the result. `rewards`: code and models
     of a reward service, or models of a built-in reward."""
     location: str
-    """Location of the input: a path, URL, Hub id, `stage:NAME` or import path, or the name of a built-in module or of a
-    row generator."""
+    """Location of the input: path, URL, Hub id, `stage:NAME`, import path, built-in module or row generator."""
     location_type: LocationType
     """Type of the location; `folder` is a file or folder on this machine, which may be missing."""
     patterns: tuple[str, ...] = ALL_FILES
@@ -130,7 +129,12 @@ def _model_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> 
             if reads_weights:
                 yield replace(model_input, role="carried", patterns=_NON_TRAINING_FILES)
         if reads_weights and model_input.location_type != "stage" and policy.model_safetensor_path:
-            yield from _weight_inputs(policy.model_safetensor_path)
+            # Yield the weights files in a folder, or the path itself if it is a file or a folder without such files.
+            path = Path(os.path.expanduser(policy.model_safetensor_path))  # Path.expanduser fails for an unknown user
+            candidate_files = [path] if os.path.isfile(path) else sorted(path.iterdir()) if os.path.isdir(path) else []
+            weight_files = [str(file) for file in candidate_files if file.name.endswith(WEIGHTS_SUFFIXES)]
+            for weight_file in weight_files or [policy.model_safetensor_path]:
+                yield StageInput("policy.model_safetensor_path", "weights", weight_file, "folder")
     if teacher := recipe.teacher_for_stage(stage_kind):
         location = _locate_model_or_dataset(teacher.model_name_or_path)
         yield StageInput("distillation.model_name_or_path", "teacher", *location, file_patterns, teacher.model_revision)
@@ -141,30 +145,16 @@ def _model_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> 
         yield StageInput("policy.lora.lora_path", "adapter", _to_existing_path(policy.lora.lora_path), "folder")
 
 
-def _weight_inputs(name: str) -> Iterator[StageInput]:
-    """Yield the weights files in the folder `name`, or `name` itself if it is a file or contains no such files."""
-    path = Path(os.path.expanduser(name))  # use os.path, because Path.expanduser fails for an unknown user
-    candidate_files = [path] if os.path.isfile(path) else sorted(path.iterdir()) if os.path.isdir(path) else []
-    weight_files = [str(file) for file in candidate_files if file.name.endswith(WEIGHTS_SUFFIXES)]
-    yield from (
-        StageInput("policy.model_safetensor_path", "weights", file, "folder") for file in weight_files or [name]
-    )
-
-
-def _row_inputs(
-    stage: StageConfig, recipe: Recipe, stage_kind: StageKind, model: StageInput | None
-) -> Iterator[StageInput]:
+def _row_inputs(stage: StageConfig, recipe: Recipe, kind: StageKind, model: StageInput | None) -> Iterator[StageInput]:
     """Yield the data sets of rows that a stage reads, and the folder of the images in these rows."""
     image_config, modality = image_settings(recipe), recipe.policy.modality
     # All files of a folder are inputs of a stage with a user function (`entry`), because it may read any of them.
-    data_patterns, media_patterns = (
-        (ALL_FILES, ALL_FILES) if stage.entry else (modality.data_files, modality.media_files)
-    )
-    reads_raw_rows, tables_by_dataset = stage_kind.reads_data == "source", recipe.train.train_policy.tables_by_dataset
+    data_patterns = ALL_FILES if stage.entry else modality.data_files
+    media_patterns = ALL_FILES if stage.entry else modality.media_files
+    reads_raw_rows, tables_by_dataset = kind.reads_data == "source", recipe.train.train_policy.tables_by_dataset
     annotation_path = image_config.annotation_path
-    is_annotation_read = (reads_raw_rows and not stage.data) or (
-        stage.entry and existing_path(annotation_path, Path.cwd())
-    )
+    is_annotation_read = bool(stage.entry and existing_path(annotation_path, Path.cwd()))
+    is_annotation_read |= reads_raw_rows and not stage.data
     dataset_names_by_key = {"data": stage.data, ANNOTATION_PATH_KEY: annotation_path if is_annotation_read else ""}
     for dataset_key, dataset in recipe.datasets.items() if reads_raw_rows else ():
         if dataset_key not in tables_by_dataset or not stage.data:
@@ -204,22 +194,19 @@ def _dataset_input(key: str, name: str, file_patterns: tuple[str, ...], *, allow
     return StageInput(key, "data", location, location_type, file_patterns)
 
 
-def _find_media_folder(
-    stage: StageConfig, recipe: Recipe, image_config: ImageSettings, model: StageInput | None
-) -> str:
+def _find_media_folder(stage: StageConfig, recipe: Recipe, images: ImageSettings, model: StageInput | None) -> str:
     """Return the folder to which image paths in the rows are relative; empty if there is no such folder, or if the
     model reads only text.
 
     Before a Hub model is downloaded, it is unknown whether the model reads images. A changed image is still noticed in
     training, because prepared rows hold the digest of each image.
     """
-    if image_config.media_path:
-        return _to_existing_path(image_config.media_path)
-    rows_path = image_config.annotation_path
+    if images.media_path:
+        return _to_existing_path(images.media_path)
+    rows_path = images.annotation_path
     model_folder = model.location if model and model.location_type == "folder" else ""
     if model_folder and any(os.path.isfile(Path(model_folder, name)) for name in _PROCESSOR_FILES):
-        first_dataset = next(iter(recipe.datasets.values()))
-        rows_path = rows_path or stage.data or first_dataset.name
+        rows_path = rows_path or stage.data or next(iter(recipe.datasets.values())).name
     path = existing_path(rows_path, Path.cwd()) if rows_path else None
     return str(path.parent if path.is_file() else path) if path is not None else ""
 
@@ -233,7 +220,11 @@ def _benchmark_inputs(recipe: Recipe, stage_kind: StageKind) -> Iterator[StageIn
     key = "evaluate.include_path"
     if stage_kind.reads_key(key) and (task_folder := recipe.evaluate.include_path):
         yield StageInput(key, "data", task_path := _to_existing_path(task_folder), "folder", LM_EVAL_TASK_FILES)
-        yield from (StageInput(key, "data", str(file), "folder") for file in _local_data_files(Path(task_path)))
+        # The pattern has no dot, so that it also matches templates without a suffix, like `_default_template_yaml`.
+        path_patterns = {text for file in Path(task_path).rglob("*yaml") for text in _find_data_patterns(file)}
+        # A path is relative to the working directory, as in lm-eval, which itself refuses a task without its file.
+        paths = {Path(path).absolute() for text in path_patterns for path in glob.glob(text, recursive=True)}
+        yield from (StageInput(key, "data", str(path), "folder") for path in sorted(paths))
 
 
 class _TaskYamlLoader(yaml.SafeLoader):
@@ -243,19 +234,8 @@ class _TaskYamlLoader(yaml.SafeLoader):
 _TaskYamlLoader.add_multi_constructor("!", lambda _loader, _tag, _node: None)
 
 
-def _local_data_files(task_folder: Path) -> list[Path]:
-    """Return the sorted local data files and folders that the lm-eval tasks (YAML files) below `task_folder` name in
-    `dataset_path`, or in `data_files` and `data_dir` of `dataset_kwargs`.
-
-    A relative path starts from the working directory, as in lm-eval. A missing file is left out, because lm-eval itself
-    refuses the task that needs it.
-    """
-    # The pattern has no dot, so that it also matches templates without a suffix, such as `_default_template_yaml`.
-    path_patterns = {pattern for task_file in task_folder.rglob("*yaml") for pattern in _find_data_patterns(task_file)}
-    return sorted({Path(path).absolute() for pattern in path_patterns for path in glob.glob(pattern, recursive=True)})
-
-
 def _find_data_patterns(task_file: Path) -> Iterator[str]:
+    """Yield the names of data files and folders in the YAML file of an lm-eval task, which may contain wildcards."""
     try:
         task = yaml.load(task_file.read_text(encoding="utf-8"), _TaskYamlLoader)
     except (OSError, ValueError, yaml.YAMLError):  # skip an invalid task file, because lm-eval reports its error

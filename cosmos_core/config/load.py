@@ -89,7 +89,11 @@ def parse_table(
         error_message = _describe_validation_error(table, error_details, key_path, key_prefix, values)
         all_keys = dict.fromkeys(_printable_key(each, key_prefix) for each in key_paths)
         other_keys = [key for key in all_keys if key != _printable_key(key_path, key_prefix)]
-        raise ConfigError(f"{error_prefix}: {error_message}{_format_other_keys(other_keys)}") from error
+        shown_keys = [key if len(key) <= 60 else f"{key[:57]}..." for key in other_keys[:_MAX_KEYS_IN_MESSAGE]]
+        if len(other_keys) > len(shown_keys):
+            shown_keys.append(f"{len(other_keys) - len(shown_keys)} more")
+        other_keys_text = f" (and {', '.join(shown_keys)})" if shown_keys else ""
+        raise ConfigError(f"{error_prefix}: {error_message}{other_keys_text}") from error
 
 
 class OverrideTable(dict[str, Any]):
@@ -168,14 +172,6 @@ def describe_unsupported_value(tables: TomlTable) -> str:
             return "a text with null characters or with bytes that are not UTF-8"
         values_at_depth = [child for child in child_values if isinstance(child, dict | list)]
     return f"nested more than {MAX_NESTING_DEPTH} tables deep" if values_at_depth else ""
-
-
-def _format_other_keys(other_keys: Sequence[str]) -> str:
-    """Return the end of an error message that names the other keys with errors; empty if there are none."""
-    shortened_keys = [key if len(key) <= 60 else f"{key[:57]}..." for key in other_keys[:_MAX_KEYS_IN_MESSAGE]]
-    if len(other_keys) > len(shortened_keys):
-        shortened_keys.append(f"{len(other_keys) - len(shortened_keys)} more")
-    return f" (and {', '.join(shortened_keys)})" if shortened_keys else ""
 
 
 def _printable_key(key_path: Sequence[str], key_prefix: str) -> str:

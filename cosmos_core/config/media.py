@@ -51,13 +51,9 @@ def image_settings(recipe: Recipe) -> ImageSettings:
     for key, pixel_limit in pixel_limits.items():
         if isinstance(pixel_limit, bool) or not isinstance(pixel_limit, int) or pixel_limit < 1:
             raise ConfigError(f"custom.vision.{key} = {pixel_limit!r} must be a number of pixels, at least 1")
-    return ImageSettings(
-        **paths,
-        pixels=tuple(pixel_limits.items()),
-        ignored_keys=tuple(
-            (f"custom.vision.{key}", reason) for key, reason in _UNREAD_VISION_KEYS.items() if key in vision_table
-        ),
-    )
+    reason_by_key = {key: reason for key, reason in _UNREAD_VISION_KEYS.items() if key in vision_table}
+    ignored_keys = tuple((f"custom.vision.{key}", reason) for key, reason in reason_by_key.items())
+    return ImageSettings(**paths, pixels=tuple(pixel_limits.items()), ignored_keys=ignored_keys)
 
 
 def with_absolute_media_paths(custom_table: dict[str, Any], make_absolute: Callable[[str], str]) -> dict[str, Any]:
@@ -65,7 +61,5 @@ def with_absolute_media_paths(custom_table: dict[str, Any], make_absolute: Calla
     table = custom_table.get("dataset")
     if not isinstance(table, dict):
         return custom_table
-    absolute_paths = {
-        key: make_absolute(table[key]) for key in MEDIA_PATH_NAMES if isinstance(table.get(key), str) and table[key]
-    }
-    return custom_table | {"dataset": table | absolute_paths}
+    paths = {key: table[key] for key in MEDIA_PATH_NAMES if isinstance(table.get(key), str) and table[key]}
+    return custom_table | {"dataset": table | {key: make_absolute(path) for key, path in paths.items()}}

@@ -123,8 +123,7 @@ def with_dp_shard_size(recipe: Recipe, num_gpus: int | None) -> Recipe:
             f"{ranks_per_shard} that the other sizes take; the nearest is dp_shard_size = {shard_size}, with "
             f"{shard_size * ranks_per_shard * mesh.n_init_replicas + num_engine_gpus} GPUs"
         )
-    new_mesh = mesh.copy_with(dp_shard_size=shard_size)
-    return recipe.copy_with(policy=recipe.policy.copy_with(parallelism=new_mesh))
+    return recipe.copy_with(policy=recipe.policy.copy_with(parallelism=mesh.copy_with(dp_shard_size=shard_size)))
 
 
 def read_text_model_config(model_folder: Path | None) -> dict[str, Any]:
@@ -144,8 +143,7 @@ def _ranks_per_shard(mesh: ParallelismConfig) -> int:
 
 
 def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model: Mapping[str, Any]) -> None:
-    """Check that the mesh sizes tp, cp, pp and ep divide the heads, features, layers and experts of the model. Any
-    vocabulary can be split, also unevenly."""
+    """Check that tp, cp, pp and ep divide heads, features, layers and experts; any vocabulary can be split."""
     count_keys = (_HEAD_COUNT_KEYS, _LAYER_COUNT_KEYS)
     num_heads, num_layers = (next((model[key] for key in key_group if key in model), None) for key_group in count_keys)
     num_kv_heads = model.get("num_key_value_heads")
@@ -177,17 +175,15 @@ def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model: Mapping[s
 def _check_pipeline_stages(key_prefix: str, mesh: ParallelismConfig, num_layers: int) -> None:
     """Check that every pipeline-parallel stage gets at least one layer of the model."""
     if mesh.pp_size > num_layers:
-        raise ConfigError(
-            f"{key_prefix}.pp_size = {mesh.pp_size}: the model has {num_layers} layers; the nearest is {num_layers}"
-        )
+        reason = f"the model has {num_layers} layers"
+        raise ConfigError(f"{key_prefix}.pp_size = {mesh.pp_size}: {reason}; the nearest is {num_layers}")
     if (num_stages := mesh.num_pipeline_stages(num_layers)) > num_layers:
         larger_layer_counts = range(mesh.pp_layers_per_stage + 1, num_layers + 1)
         meshes = (mesh.copy_with(pp_layers_per_stage=layer_count) for layer_count in larger_layer_counts)
         nearest_size = next(m.pp_layers_per_stage for m in meshes if m.num_pipeline_stages(num_layers) <= num_layers)
-        raise ConfigError(
-            f"{key_prefix}.pp_layers_per_stage = {mesh.pp_layers_per_stage} makes {num_stages} stages of the model's "
-            f"{num_layers} layers; the nearest is {nearest_size}"
-        )
+        setting = f"{key_prefix}.pp_layers_per_stage = {mesh.pp_layers_per_stage}"
+        problem = f"makes {num_stages} stages of the model's {num_layers} layers"
+        raise ConfigError(f"{setting} {problem}; the nearest is {nearest_size}")
 
 
 def _check_divisibility(key: str, size: int, item_name: str, num_items: Any) -> None:
@@ -241,8 +237,7 @@ def _choose_default_mode(recipe: Recipe, num_gpus: int | None) -> tuple[Recipe, 
 
 
 def _with_colocated_engine_size(recipe: Recipe) -> tuple[Recipe, str]:
-    """Return the recipe with a `tp_size` of the rollout engines that divides the number of ranks, and the new setting
-    as a text, which is empty if nothing changes."""
+    """Return the recipe with an engine `tp_size` that divides the number of ranks, and the changed setting as text."""
     num_ranks, engine_mesh = recipe.policy.parallelism.world_size, recipe.rollout.parallelism
     if num_ranks % engine_mesh.tp_size == 0:
         return recipe, ""

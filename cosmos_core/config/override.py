@@ -94,8 +94,7 @@ def group_overrides(
         (scope, *remaining_keys), value, option_text = override.keys, override.value, f"--set {override.text!r}"
         is_stage_name = scope in stage_names
         if is_stage_name and remaining_keys and (scope not in Recipe.model_fields or remaining_keys[0] in _STAGE_KEYS):
-            is_recipe_key = remaining_keys[0] in Recipe.model_fields
-            keys = ["overrides", *remaining_keys] if is_recipe_key else remaining_keys
+            keys = ["overrides", *remaining_keys] if remaining_keys[0] in Recipe.model_fields else remaining_keys
             stage_tables[scope] = merge_tables(stage_tables[scope], nest_value(keys, value))
         elif scope in Recipe.model_fields:
             for name in stage_names:  # set the value in each stage, so that it takes precedence over recipe files

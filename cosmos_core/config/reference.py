@@ -29,14 +29,11 @@ def _group_keys_by_table() -> list[dict[str, object]]:
     for key in all_keys():
         if not key.is_table or key.default:
             keys_by_table.setdefault((key.name.rpartition(".")[0], key.table), []).append(key)
-    return [
-        {
-            "heading": _table_heading(table_path, table_class),
-            "about": " ".join((table_class.__doc__ or "").partition("\n\n")[0].split()),
-            "rows": table_keys,
-        }
-        for (table_path, table_class), table_keys in keys_by_table.items()
-    ]
+    tables: list[dict[str, object]] = []
+    for (table_path, table_class), table_keys in keys_by_table.items():
+        about = " ".join((table_class.__doc__ or "").partition("\n\n")[0].split())
+        tables.append({"heading": _table_heading(table_path, table_class), "about": about, "rows": table_keys})
+    return tables
 
 
 def _table_heading(table_path: str, table_class: type[Table]) -> str:

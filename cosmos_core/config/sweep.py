@@ -112,20 +112,13 @@ def _expand_sweep(
             predecessor_names = tuple(copy_names.get(predecessor, predecessor) for predecessor in stage.after)
             new_stages.append(stage.model_copy(update={"name": name, "after": predecessor_names, "sweep": None}))
         branches.append(SweepBranch(stages=tuple(copy_names.values()), settings=grid_point))
-    branch_stages = tuple(name for branch in branches for name in branch.stages)
-    select_stage = StageConfig(
-        name=sweep_stage.name,
-        kind=next(name for name, kind in pipeline.stage_kinds.items() if kind.selects_branch),
-        recipe=sweep_stage.recipe,
-        after=branch_stages,
-        sweep=sweep_config.model_copy(update={"grid": {}, "through": (), "branches": tuple(branches)}),
-    )
-    outside_stages = [
-        _replace_branch_references(pipeline, stage, sweep_stage.name, copied_stage_names)
-        for stage in pipeline.stages
-        if stage.name not in copied_stage_names
-    ]
-    for original_name in set(copied_stage_names) - {sweep_stage.name}:
+    name, branch_stages = sweep_stage.name, tuple(stage_name for branch in branches for stage_name in branch.stages)
+    kind = next(kind_name for kind_name, kind in pipeline.stage_kinds.items() if kind.selects_branch)
+    sweep = sweep_config.model_copy(update={"grid": {}, "through": (), "branches": tuple(branches)})
+    select_stage = StageConfig(name=name, kind=kind, recipe=sweep_stage.recipe, after=branch_stages, sweep=sweep)
+    outside_stages = [stage for stage in pipeline.stages if stage.name not in copied_stage_names]
+    outside_stages = [_replace_branch_references(pipeline, s, name, copied_stage_names) for s in outside_stages]
+    for original_name in set(copied_stage_names) - {name}:
         del recipes[original_name]
     return pipeline.with_stages([*outside_stages, *new_stages, select_stage], recipes)
 
@@ -240,15 +233,11 @@ def _replace_branch_references(
     error_prefix = _make_error_prefix(pipeline, stage)
     copied_references = {f"{STAGE_PREFIX}{name}" for name in copied_stage_names}
     if stage.data in copied_references:
-        raise ConfigError(
-            f"{error_prefix}: data = {stage.data!r} is in every branch of the sweep of {sweep_stage_name!r}; name the "
-            f"stage in its sweep.through, or give it rows of its own"
-        )
+        reason = f"data = {stage.data!r} is in every branch of the sweep of {sweep_stage_name!r}"
+        raise ConfigError(f"{error_prefix}: {reason}; name the stage in its sweep.through, or give it rows of its own")
     if stage.model in copied_references and stage.checkpoint:
-        raise ConfigError(
-            f"{error_prefix}: checkpoint = {stage.checkpoint!r}: the choice of sweep {sweep_stage_name!r} has no "
-            f"checkpoints; name the stage in its sweep.through"
-        )
+        reason = f"checkpoint = {stage.checkpoint!r}: the choice of sweep {sweep_stage_name!r} has no checkpoints"
+        raise ConfigError(f"{error_prefix}: {reason}; name the stage in its sweep.through")
     predecessors = [sweep_stage_name if name in copied_stage_names else name for name in stage.after]
     model_reference = f"{STAGE_PREFIX}{sweep_stage_name}" if stage.model in copied_references else stage.model
     return stage.model_copy(update={"after": tuple(dict.fromkeys(predecessors)), "model": model_reference})

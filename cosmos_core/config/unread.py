@@ -76,9 +76,8 @@ def unread_key_notices(pipeline: Pipeline, loaded_recipes: Mapping[str, Recipe])
         stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
         reasons_and_disabled_keys = [*disabled_keys(pipeline, stage), *_disabled_keys_in_fingerprint(recipe)]
         for key, field, setting_value, is_set in active_fields(loaded_recipes[stage.name]):
-            if not is_set or not affects_result(field) or isinstance(setting_value, dict):
-                continue
-            if is_at_or_below(key, _IMPLICITLY_READ_KEYS):
+            changes_result = is_set and affects_result(field) and not isinstance(setting_value, dict)
+            if not changes_result or is_at_or_below(key, _IMPLICITLY_READ_KEYS):
                 continue
             schema_key, setting_text = re.sub(r"\.\d+\.", ".", key), f"{key} = {short_toml(setting_value)}"
             reading_kinds = [each for each in pipeline.stage_kinds.values() if each.reads_key(schema_key)]

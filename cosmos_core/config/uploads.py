@@ -25,10 +25,8 @@ def with_upload_stages(pipeline: Pipeline) -> Pipeline:
             recipes[upload_stage.name] = pipeline.recipes[training_name]
             new_upload_stages.append(upload_stage)
         elif stage_of_same_name.kind != upload_stage.kind:
-            raise ConfigError(
-                f"{pipeline.source_path}: stage {upload_stage.name!r}: the name is taken by the upload of stage "
-                f"{referenced_stage(upload_stage.model)!r}"
-            )
+            reason = f"the name is taken by the upload of stage {referenced_stage(upload_stage.model)!r}"
+            raise ConfigError(f"{pipeline.source_path}: stage {upload_stage.name!r}: {reason}")
     return pipeline.with_stages((*pipeline.stages, *new_upload_stages), recipes)
 
 

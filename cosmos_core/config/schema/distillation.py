@@ -77,10 +77,9 @@ class DistillationConfig(Table):
             remedy = "set train.train_policy.type = 'grpo', or leave [distillation] out"
             yield f"distillation.enable = true: a teacher judges completions that the policy draws; {remedy}"
         if self.include_prompt and getattr(train_policy, "use_rollout_logprobs_for_loss", False):
-            yield (
-                "distillation.include_prompt = true excludes train.train_policy.use_rollout_logprobs_for_loss: the "
-                "prompt has no log-probabilities of the rollout; set one of them to false"
-            )
+            excluded_key = "train.train_policy.use_rollout_logprobs_for_loss"
+            reason = "the prompt has no log-probabilities of the rollout"
+            yield f"distillation.include_prompt = true excludes {excluded_key}: {reason}; set one of them to false"
         if self.master_dtype != "float32" and self.param_dtype == "float32":
             master_text = f"distillation.master_dtype = '{self.master_dtype}'"
             yield f"distillation.param_dtype = 'float32' is wider than {master_text}; make them equal"

@@ -86,7 +86,5 @@ class DpoConfig(SupervisedConfig):
 
     def notices(self, stage: StageContext) -> Iterator[str]:
         if self.auxiliary_model_names and "reference_free" not in self.dpo.model_fields_set:
-            yield (
-                "train.train_policy.dpo.reference_free = false: responses are compared with those of the model that "
-                "the stage starts from (Cosmos-RL's DPO has no reference)"
-            )
+            reason = "responses are compared with those of the model that the stage starts from"
+            yield f"train.train_policy.dpo.reference_free = false: {reason} (Cosmos-RL's DPO has no reference)"

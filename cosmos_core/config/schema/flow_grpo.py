@@ -55,7 +55,5 @@ class FlowGrpoConfig(FlowPolicyConfig):
                 f"{diffusers_config.sample.num_steps}; lower it, or move the range"
             )
         if not diffusers_config.flow_rl.window_size and not self.flow_sampling_settings(diffusers_config).trained_steps:
-            yield (
-                f"policy.diffusers.flow_rl.train_on has no step below the last of policy.diffusers.sample.num_steps = "
-                f"{diffusers_config.sample.num_steps}; name one"
-            )
+            last_step = f"the last of policy.diffusers.sample.num_steps = {diffusers_config.sample.num_steps}"
+            yield f"policy.diffusers.flow_rl.train_on has no step below {last_step}; name one"

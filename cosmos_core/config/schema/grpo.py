@@ -173,10 +173,9 @@ class GrpoConfig(RlConfig):
     @model_validator(mode="after")
     def _check_exclusive_settings(self) -> Self:
         if self._has_rollout_correction and (self.use_decoupled_loss or self.use_rollout_logprobs_for_loss):
-            raise ValueError(
-                "rollout_correction excludes use_decoupled_loss and use_rollout_logprobs_for_loss: each says what the "
-                "log-probabilities of the rollouts are for; set one of them"
-            )
+            problem = "rollout_correction excludes use_decoupled_loss and use_rollout_logprobs_for_loss"
+            reason = "each says what the log-probabilities of the rollouts are for"
+            raise ValueError(f"{problem}: {reason}; set one of them")
         if self.algo == "gdpo" and any(source_config.reward_function for source_config in self.datasets):
             remedy = "leave reward_function of datasets out"
             raise ValueError(f"algo = 'gdpo' compares the same rewards in all groups; {remedy}")
@@ -186,10 +185,8 @@ class GrpoConfig(RlConfig):
             raise ValueError(f"{problem}: no weight is between; swap them")
         mask_keys = [n for n in ("geometric_mask", "mean_k3_mask", "max_k3_mask") if getattr(self, n) is not None]
         if mask_keys and self.use_rollout_logprobs_for_loss:
-            raise ValueError(
-                f"{mask_keys[0]} compares the old policy with the rollouts, and use_rollout_logprobs_for_loss = "
-                f"true takes the one for the other; set one of them"
-            )
+            reason = "use_rollout_logprobs_for_loss = true takes the one for the other"
+            raise ValueError(f"{mask_keys[0]} compares the old policy with the rollouts, and {reason}; set one of them")
         if self.self_normalised_weights and not (self._has_rollout_correction or self.use_decoupled_loss):
             remedy = "set rollout_correction, such as 'truncate', or leave it out"
             raise ValueError(f"self_normalised_weights = true needs weights: {remedy}")
@@ -232,10 +229,9 @@ class GrpoConfig(RlConfig):
             variant_key = "train.train_policy.variant"
             add_notice(info, f"{variant_key} = {self.variant!r} has no effect on the loss, because aipo_rho is set")
         if uses_decoupled_loss and self.use_rollout_logprobs_for_loss:
-            raise ValueError(
-                "use_decoupled_loss and use_rollout_logprobs_for_loss exclude each other: one recomputes the old "
-                "log-probabilities, the other takes those of the rollouts; set one of them to false"
-            )
+            problem = "use_decoupled_loss and use_rollout_logprobs_for_loss exclude each other"
+            reason = "one recomputes the old log-probabilities, the other takes those of the rollouts"
+            raise ValueError(f"{problem}: {reason}; set one of them to false")
         if uses_decoupled_loss:
             return self.copy_with(rollout_as_token_ids=True, collect_rollout_logprobs=True)
         table = self.copy_with(use_decoupled_loss=False) if self.use_decoupled_loss else self

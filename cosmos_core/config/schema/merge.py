@@ -30,7 +30,6 @@ class MergeConfig(Table):
         if stage.recipe.policy.is_diffusers:
             yield "policy.is_diffusers = true: kind merge combines language models; merge pipelines with a custom stage"
         if self.method == "linear" and self.weights and abs(sum(self.weights)) < _MIN_WEIGHT_SUM:
-            yield (
-                f"merge.weights = {list(self.weights)} sum to 0, so the merged model would have lost what its models "
-                f"share; give weights that sum to 1, or add differences with method = 'dare_linear' and density = 1"
-            )
+            problem = "sum to 0, so the merged model would have lost what its models share"
+            remedy = "give weights that sum to 1, or add differences with method = 'dare_linear' and density = 1"
+            yield f"merge.weights = {list(self.weights)} {problem}; {remedy}"

@@ -75,10 +75,9 @@ class PolicyConfig(Table):
             yield from self.parallelism.unsupported_axis_errors("policy.enable_liger_kernel = true")
         for axis in ("tp_size", "cp_size", "pp_size") if self.aux_loss_coeff and stage.kind.trains_model else ():
             if (size := getattr(self.parallelism, axis)) > 1:
-                yield (
-                    f"policy.aux_loss_coeff = {self.aux_loss_coeff} excludes policy.parallelism.{axis} = {size} here: "
-                    f"routers must see whole sequences on one rank; set it to 1"
-                )
+                setting = f"policy.aux_loss_coeff = {self.aux_loss_coeff}"
+                reason = "routers must see whole sequences on one rank"
+                yield f"{setting} excludes policy.parallelism.{axis} = {size} here: {reason}; set it to 1"
 
     def _diffusion_errors(self, stage: StageContext) -> Iterator[str]:
         for axis in ("tp_size", "pp_size", "ep_size") if stage.kind.has_mesh else ():
@@ -104,10 +103,8 @@ class PolicyConfig(Table):
         if stage.kind.trains_model and stage.recipe.train.fp8.enable_fp8:
             yield "train.fp8.enable_fp8 = true: this version trains diffusion models without fp8; leave it out"
         if self.lora and str(self.lora.init_lora_weights).startswith(("pissa", "olora")):
-            yield (
-                f"policy.lora.init_lora_weights = {self.lora.init_lora_weights!r} moves a part of the base weights, "
-                f"onto which diffusers could not load the adapter; use 'gaussian' or true"
-            )
+            problem = "moves a part of the base weights, onto which diffusers could not load the adapter"
+            yield f"policy.lora.init_lora_weights = {self.lora.init_lora_weights!r} {problem}; use 'gaussian' or true"
         if self.lora and self.lora.modules_to_save:
             yield "policy.lora.modules_to_save: diffusers loads adapters alone; leave it out, or train all weights"
 

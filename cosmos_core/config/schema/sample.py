@@ -73,10 +73,9 @@ class SampleStageConfig(Table):
         num_completions = recipe.rollout.batch_size * recipe.rollout.n_generation * recipe.policy.parallelism.world_size
         has_endpoint_requests = self.endpoint and self.is_set("endpoint_requests")
         if stage.kind.table == "sample" and has_endpoint_requests and self.endpoint_requests > num_completions:
-            yield (
-                f"sample.endpoint_requests = {self.endpoint_requests} has no effect above {num_completions}: prompts "
-                f"are completed in batches of rollout.batch_size x rollout.n_generation; raise rollout.batch_size"
-            )
+            problem = f"sample.endpoint_requests = {self.endpoint_requests} has no effect above {num_completions}"
+            reason = "prompts are completed in batches of rollout.batch_size x rollout.n_generation"
+            yield f"{problem}: {reason}; raise rollout.batch_size"
         if stage.kind.table == "sample" and any(dataset.weight for dataset in stage.recipe.train.train_policy.datasets):
             yield "train.train_policy.datasets.weight has no effect here: kind sample completes each prompt once"
 

@@ -51,10 +51,8 @@ class SupervisedConfig(AlgorithmConfig):
         # A resolved recipe sets every key, so a value counts as set by the user only if it is not the default.
         default_conversation_column = type(self).model_fields["conversation_column_name"].default
         if prompt_column and self.conversation_column_name != default_conversation_column:
-            raise ValueError(
-                f"prompt_column_name = {prompt_column!r} and conversation_column_name = "
-                f"{self.conversation_column_name!r} both name what is asked; leave one out"
-            )
+            columns = f"{prompt_column!r} and conversation_column_name = {self.conversation_column_name!r}"
+            raise ValueError(f"prompt_column_name = {columns} both name what is asked; leave one out")
         if not self.enable_dp_load_balancing:
             return self
         if self.load_balanced_batching_strategy not in {"prefer_first", "prefer_closest"}:
