@@ -140,7 +140,7 @@ def test_content_counts_for_the_stages_that_read_it(folder: Path) -> None:
     before = values_of(pipeline := load_recipe(folder))
     for name, stages in {
         "rows.jsonl": {"prepare"}, "held_out/test.jsonl": {"prepare"}, "held_out/NOTES.txt": set(),
-        **dict.fromkeys(("model/tokenizer.json", "model/tekken.json", "model/qwen.tiktoken"), {"prepare", "sft"}),
+        **{f"model/{name}": {"prepare", "sft"} for name in ("tokenizer.json", "tekken.json", "qwen.tiktoken")},
         "model/config.json": {"sft"}, "model/model.safetensors": {"sft"},  # rows survive other weights
         "model/README.md": set(), "model/.cache": set(), "mine.py": {"sft", "validate"}, "README.md": set(),
     }.items():  # fmt: skip
