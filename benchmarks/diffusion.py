@@ -80,7 +80,7 @@ def cached_against_uncached(
     assert stage.data is not None
     rows, family = open_media(stage.data, "train"), adapter.family
     draws = make_noise_sampler(rows, stage.recipe.policy.diffusers, adapter)
-    feed = RowFeed(NoisyRows(rows, draws), stage.recipe)
+    feed = RowFeed(NoisyRows(rows, draws), stage.recipe.train, stage.recipe.policy.model_max_length, num_dp_ranks=1)
     spent: dict[str, list[float]] = {"read, decode, resize": [], "text encoders": [], "VAE": [], "train": []}
 
     def learn(samples: Any) -> None:

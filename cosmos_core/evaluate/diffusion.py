@@ -49,7 +49,7 @@ def check(stage: Stage) -> Outcome:
     prompts = [prompt for set_prompts in prompt_sets.values() for prompt in set_prompts[:_NUM_CHECKED_PROMPTS]]
     media_groups = make_media_groups(prompts, num_frames, diffusion_model.config.inference_size)
     reward_weights = dict.fromkeys(evaluate_config.rewards, 1.0)
-    rewards_text = call_rewards(stage, reward_weights, media_groups)
+    rewards_text = call_rewards(stage.recipe.reward_settings, reward_weights, media_groups, stage.progress.beat)
     prompt_counts_text = ", ".join(f"{name} ({len(set_prompts)} prompts)" for name, set_prompts in prompt_sets.items())
     return Outcome(info={"found": f"{diffusion_model.folder.class_name}; {prompt_counts_text}; {rewards_text}"})
 

@@ -22,9 +22,10 @@ from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.pipeline import BLOCK_PREFIX
-from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import StageContext
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data import prepare
 from cosmos_core.data.chat import ToolResultTokens, make_prompt_rendering
 from cosmos_core.data.prepare import read_stop_tokens
@@ -58,7 +59,7 @@ from cosmos_core.train.feeds import check_data_term_rows, unused_rows_message
 from cosmos_core.train.hooks import Hooks
 from cosmos_core.train.optim import check_module_paths
 from cosmos_core.train.rollout_feed import make_group_filter
-from cosmos_core.types import JsonValue, Outcome
+from cosmos_core.types import JsonValue, Outcome, StageKind
 
 _MAX_EXAMPLE_ROWS = 5  # maximum number of rows that the report shows as examples
 _MAX_COLUMNS = 20  # maximum number of unused dataset columns that the report lists by name
@@ -94,13 +95,14 @@ def run(stage: Stage) -> Outcome:
         report_lines += cast(list[str], prepare_outcome.info.get("notices", []))
         splits = stage.recipe.completed_splits
         report_lines += filter(None, [check_rows(config, stage.path / "data", make_model, splits_to_complete=splits)])
-        report |= _check_row_counts(stage.recipe, split_statistics["train"]["rows"], split_statistics, report_lines)
+        recipe, num_rows = stage.recipe, split_statistics["train"]["rows"]
+        report |= _check_row_counts(recipe.train, recipe.group_size, num_rows, split_statistics, report_lines)
         report |= {"has_images": True} if has_images(stage.path / "data") else {}
         report["prompts"] = read_first_prompts(stage.path / "data")
         report["shown"] = cast(list[JsonValue], preview_rows(stage.path / "data", tokenizer, _MAX_EXAMPLE_ROWS))
     else:
         report_lines += filter(None, [check_file_tensors(make_model(), stage.model, revision, stage.progress.beat)])
-        report_lines += _check_model(stage)
+        report_lines += _check_model(stage.recipe.policy, stage.recipe.train, stage.kind, stage.model)
         if _generates_completions(StageContext(stage.recipe, stage.kind)):
             rollout, refused_keys = stage.recipe.rollout, find_refused_generation_settings(stage.model, revision)
             # Check only external models, because a stage exports its model without the settings that vLLM refuses.
@@ -130,7 +132,7 @@ def _make_meta_model(model: str, revision: str | None, dtype: str) -> PreTrained
 
 
 def _check_row_counts(
-    recipe: Recipe, num_rows: int, statistics_by_split: Mapping[str, Any], report_lines: list[str]
+    train: TrainConfig, group_size: int, num_rows: int, statistics_by_split: Mapping[str, Any], report_lines: list[str]
 ) -> dict[str, JsonValue]:
     """Append a message about unused rows to `report_lines`. Return errors about missing rows by key of the report;
     they matter only if a later stage trains or validates on the rows."""
@@ -138,22 +140,20 @@ def _check_row_counts(
     if "validation" not in statistics_by_split:
         row_errors["no_held_out"] = f"no row is held out; {HELD_OUT_REMEDY}"
     try:
-        report_lines += filter(None, [unused_rows_message(recipe, num_rows)])
-        supervised_rows = recipe.train.train_policy.supervised_rows
-        if supervised_rows and DATA_TERM_SPLIT in statistics_by_split:
+        report_lines += filter(None, [unused_rows_message(train, group_size, num_rows)])
+        if (supervised_rows := train.train_policy.supervised_rows) and DATA_TERM_SPLIT in statistics_by_split:
             check_data_term_rows(supervised_rows, statistics_by_split[DATA_TERM_SPLIT]["rows"])
     except DataError as error:
         row_errors["too_few"] = str(error)
     return row_errors
 
 
-def _check_model(stage: Stage) -> list[str]:
-    """Build the stage's model without weights, check that the recipe fits it, and describe its LoRA adapter."""
-    policy_config, train = stage.recipe.policy, stage.recipe.train
-    parallelism = policy_config.parallelism if stage.kind.has_mesh else ParallelismConfig()
+def _check_model(policy_config: PolicyConfig, train: TrainConfig, stage_kind: StageKind, model_name: str) -> list[str]:
+    """Build the model without weights, check that the recipe fits it, and describe its LoRA adapter."""
+    parallelism = policy_config.parallelism if stage_kind.has_mesh else ParallelismConfig()
     with nullcontext() if parallelism.pp_size > 1 else torch.device("meta"), meta_device_safe_creation_ops():
-        model = _make_model_without_weights(stage.model, policy_config.model_revision, train.master_dtype, parallelism)
-        if stage.kind.trains_model:
+        model = _make_model_without_weights(model_name, policy_config.model_revision, train.master_dtype, parallelism)
+        if stage_kind.trains_model:
             mark_trained_weights(model, policy_config)
             load_balancing_settings(model, policy_config.aux_loss_coeff)
             check_module_paths(model, train)
@@ -226,7 +226,8 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
         previews_by_split = importlib.import_module("cosmos_core.data.prepare_media").preview(stage)
         report_lines += [line for line, *_ in previews_by_split.values()]
         prompts: JsonValue = {name: split_prompts for name, (*_, split_prompts) in previews_by_split.items()}
-        row_errors = _check_row_counts(stage.recipe, previews_by_split["train"][1], previews_by_split, report_lines)
+        num_rows, train_config, group_size = previews_by_split["train"][1], stage.recipe.train, stage.recipe.group_size
+        row_errors = _check_row_counts(train_config, group_size, num_rows, previews_by_split, report_lines)
         return row_errors | {"found": "; ".join(report_lines), "prompts": prompts}
     if stage.kind.has_mesh and policy_config.parallelism.cp_size > 1:
         pipeline.check_context_parallel_size(policy_config.parallelism.cp_size)
@@ -255,7 +256,7 @@ def check_rewards(stage: Stage, media_shape: tuple[int, int, int] | None = None)
         if not isinstance(rewards, RemoteRewardConfig):
             prompts = read_checked_prompts(stage.path, stage.data)
             test_groups = make_test_groups(prompts, splits, train_policy, media_shape)
-            report_lines.append(call_rewards(stage, rewards, test_groups))
+            report_lines.append(call_rewards(stage.recipe.reward_settings, rewards, test_groups, stage.progress.beat))
             continue
         reward_names = [reward_fn.name for reward_fn in rewards.reward_fns]
         report_lines.append(_check_reward_service(stage.config.reward_service, reward_names))

@@ -6,7 +6,7 @@ queries remote reward services.
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
+from cosmos_core.config.schema.recipe import RewardSettings
 from cosmos_core.config.source_weights import RewardWeightsBySource, reward_weights_of_source
 from cosmos_core.data.kinds.prompts import find_prompts
 from cosmos_core.data.media_rows import find_reference_response
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.base import metric_names
-from cosmos_core.run.stage import CHECKED_PROMPTS_FILE, Stage
+from cosmos_core.run.stage import CHECKED_PROMPTS_FILE
 from cosmos_core.train.measure import open_rewards
 from cosmos_core.types import Completion, DiffusionSample, Group, ImageRef, JsonValue, Prompt, ScoredGroup, Segment
 
@@ -48,14 +49,19 @@ def read_first_prompts(data_folder: Path) -> dict[str, JsonValue]:
     return prompts_by_split
 
 
-def call_rewards(stage: Stage, rewards: Mapping[str, float], test_groups: Sequence[Group]) -> str:
+def call_rewards(
+    reward_settings: RewardSettings,
+    rewards: Mapping[str, float],
+    test_groups: Sequence[Group],
+    send_heartbeat: Callable[[], None],
+) -> str:
     """Call rewards on made-up completions; return their names, with messages about completions without a score."""
     unit_weights: dict[str, float] = dict.fromkeys(rewards, 1.0)
     if isinstance(rewards, RewardWeightsBySource):
         unit_weights = RewardWeightsBySource(
             {source: dict.fromkeys(weight_by_reward, 1.0) for source, weight_by_reward in rewards.by_source.items()}
         )
-    with open_rewards(stage.recipe.reward_settings, unit_weights, stage.progress.beat) as score:
+    with open_rewards(reward_settings, unit_weights, send_heartbeat) as score:
         scored_groups = score(test_groups) if test_groups else []
     score_messages = []
     for reward, metric_name in metric_names(rewards).items():

@@ -11,7 +11,7 @@ from cosmos_core.algorithms.base import Loss, Update
 from cosmos_core.algorithms.diffusion_sft import flow_loss
 from cosmos_core.algorithms.flow_credit import make_noise
 from cosmos_core.config.schema.diffusers import DiffusersConfig
-from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.flow_sample import FlowSample, derive_seed
 from cosmos_core.data.kinds.media import make_noise_sampler
 from cosmos_core.data.media_rows import MediaRows, open_media_prompts
@@ -52,7 +52,7 @@ def make_engine_denoiser(prepared_folder: Path, trainer: Trainer) -> EngineDenoi
 
 
 def make_data_term(
-    rows: MediaRows, recipe: Recipe, sampling: Sampling, trainer: Trainer
+    rows: MediaRows, diffusers: DiffusersConfig, train: TrainConfig, sampling: Sampling, trainer: Trainer
 ) -> Callable[[int, Sequence[int], int], Update]:
     """Return a function that builds the SFT diffusion loss with weight `data_beta`, from the number of the train step,
     the ids of its prompts, and the number of the optimizer step.
@@ -61,9 +61,8 @@ def make_data_term(
     rollouts and at the noise levels at which the rollouts are trained. Otherwise rows, noise and noise levels are
     sampled as in SFT for each optimizer step: as many rows as a full train step has prompts.
     """
-    noise_sampler = make_noise_sampler(rows, recipe.policy.diffusers, trainer.adapter)
-    flow_rl_config, seed = recipe.policy.diffusers.flow_rl, recipe.train.order_seed
-    num_rows = min(len(rows), rows_per_step(recipe))
+    noise_sampler, flow_rl_config = make_noise_sampler(rows, diffusers, trainer.adapter), diffusers.flow_rl
+    num_rows, seed = min(len(rows), rows_per_step(train, sampling.num_completions)), train.order_seed
 
     def make_data_samples(step: int, prompt_ids: Sequence[int], update_index: int) -> list[FlowSample]:
         if not flow_rl_config.use_rl_sigma_and_noise:

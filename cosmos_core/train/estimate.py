@@ -6,23 +6,30 @@ The worker program of `cosmos plan --estimate`; it reads no weights and computes
 import json
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
 
+from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.media import image_settings
+from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.dataset import RowsConfig, reasoning_gym_generator
 from cosmos_core.config.schema.parallelism import ParallelismConfig
+from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.config.schema.validation import ValidationConfig
 from cosmos_core.data.kinds.base import TRAIN_SPLIT
 from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.rows import load_rows, split_rows
@@ -75,6 +82,14 @@ class TrainingEstimate:
     notes: tuple[str, ...]
 
 
+class _RowStatistics(NamedTuple):
+    """Number of training rows, and the maximum and mean length of their sequences in tokens; None: unknown."""
+
+    num_rows: int | None
+    max_length: int | None = None
+    mean_length: float | None = None
+
+
 def run(stage: Stage) -> Outcome:
     """Return the estimate of a training stage as `info["estimate"]`. Raise `ModelError` or `DataError`."""
     stage.progress.phase("load")
@@ -86,25 +101,30 @@ def estimate(
 ) -> TrainingEstimate:
     """Estimate memory, disk space, steps and tokens of a training of `model` from its config.json. `prepared_folder`:
     data of a finished `prepare` stage; None: count the rows of a local dataset. Raise `ModelError` or `DataError`."""
-    train, has_rollouts = recipe.train, recipe.train.train_policy.has_rollouts
-    num_rows, longest_row_length, mean_row_length = _read_row_statistics(recipe, prepared_folder)
-    max_length = recipe.policy.model_max_length
-    completion_length = recipe.rollout.max_response_length if has_rollouts else 0
-    sequence_length, mean_length = (
-        max_length if row_length is None else min(max_length, row_length + completion_length)
-        for row_length in (longest_row_length, mean_row_length)
-    )
+    train, mesh, has_rollouts = recipe.train, recipe.policy.parallelism, recipe.train.train_policy.has_rollouts
+    if prepared_folder is None:
+        split_seed = None if recipe.validation.dataset.name else train.seed
+        row_stats = _RowStatistics(_count_rows(train.train_policy, image_settings(recipe).annotation_path, split_seed))
+    else:
+        row_stats = _read_row_statistics(train.train_policy, recipe.policy, prepared_folder)
+    max_length, completion_length = recipe.policy.model_max_length, recipe.rollout.max_response_length
+    estimate_length = partial(_estimate_sequence_length, max_length, completion_length if has_rollouts else 0)
+    sequence_length = int(estimate_length(row_stats.max_length))
     max_steps, estimate_notes = train.max_num_steps, []
-    if num_rows is None:
+    if row_stats.num_rows is None:
         step_limit_text = f"at most max_num_steps = {max_steps} and what they read" if max_steps else "unknown"
         estimate_notes.append(f"steps and tokens: {step_limit_text}, because the rows are not on this machine yet")
-    num_steps, num_tokens, is_steps_bound = _estimate_training_length(recipe, num_rows, mean_length, prepared_folder)
-    if is_steps_bound and num_rows is not None:
+    num_steps, num_tokens, is_steps_bound = _estimate_training_length(
+        train, recipe.policy, recipe.group_size, row_stats, estimate_length(row_stats.mean_length), prepared_folder
+    )
+    if is_steps_bound and row_stats.num_rows is not None:
         estimate_notes.append(
             f"steps: at most max_num_steps = {max_steps}, because batches are filled by tokens, yet to be counted"
         )
-    fake_model, memory, trace_notes = _trace_memory(recipe, model, int(sequence_length), progress_writer)
-    rank_memory = shard_memory(memory, train, recipe.policy.parallelism)
+    fake_model, memory, trace_notes = _trace_memory(
+        partial(make_algorithm, recipe), train, recipe.policy, model, sequence_length, progress_writer
+    )
+    rank_memory = shard_memory(memory, train, mesh)
     if train.activation_offload:
         estimate_notes.append("activations: as if they stayed, yet activation_offload moves them to host memory")
     estimate_notes += trace_notes
@@ -113,9 +133,9 @@ def estimate(
     kv_cache_size: int | None = 0
     engine_weight_bytes = 0
     if has_rollouts:
-        engine_weight_bytes = _estimate_engine_weight_bytes(recipe, num_parameters)
+        engine_weight_bytes = _estimate_engine_weight_bytes(recipe.rollout, train, mesh.world_size, num_parameters)
         max_groups = recipe.rollout.max_prompts_in_flight if recipe.num_engines else recipe.rollout.batch_size
-        kv_cache_size = kv_cache_bytes(fake_model.config, recipe, max_groups, int(sequence_length))
+        kv_cache_size = kv_cache_bytes(fake_model.config, recipe.rollout, train, max_groups, sequence_length)
         if kv_cache_size is None:
             model_type = fake_model.config.model_type
             estimate_notes.append(f"KV cache: unknown, because {model_type} has layers without keys and values")
@@ -126,19 +146,21 @@ def estimate(
         peak=rank_memory.total_bytes,
         engine_weights=engine_weight_bytes,
         kv_cache=kv_cache_size,
-        sequence_length=int(sequence_length),
-        rows=num_rows,
+        sequence_length=sequence_length,
+        rows=row_stats.num_rows,
         steps=num_steps,
         is_steps_bound=is_steps_bound,
         tokens=num_tokens,
-        is_tokens_bound=mean_row_length is None or has_rollouts,
-        disk=_estimate_disk_bytes(recipe, memory, (num_parameters, num_trainable_params), num_steps),
+        is_tokens_bound=row_stats.mean_length is None or has_rollouts,
+        disk=_estimate_disk_bytes(train, recipe.validation, memory, (num_parameters, num_trainable_params), num_steps),
         machine=_describe_machine(train.param_dtype),
         notes=tuple(estimate_notes),
     )
 
 
-def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, max_groups: int, sequence_length: int) -> int | None:
+def kv_cache_bytes(
+    config: PretrainedConfig, rollout: RolloutConfig, train: TrainConfig, max_groups: int, sequence_length: int
+) -> int | None:
     """Return the bytes of the KV cache of all concurrent sequences; None if a layer does not cache keys and values.
     `max_groups`: maximum number of prompts that an engine completes at a time."""
     text_config = config.get_text_config()
@@ -152,11 +174,11 @@ def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, max_groups: int, se
         return None
     num_kv_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-    rollout, parallelism = recipe.rollout, recipe.rollout.parallelism
-    num_prompts = min(max_groups, max(1, recipe.train.train_batch_per_replica // rollout.n_generation))
+    parallelism = rollout.parallelism
+    num_prompts = min(max_groups, max(1, train.train_batch_per_replica // rollout.n_generation))
     num_completions = min(rollout.n_generation, rollout.n_generation_mini_batch or rollout.n_generation)
     num_cached_tokens = sum(min(sequence_length, max_cached_lengths[layer_type]) for layer_type in layer_types)
-    bytes_per_token = 2 * -(-num_kv_heads // parallelism.tp_size) * head_dim * _element_bytes(recipe.train.param_dtype)
+    bytes_per_token = 2 * -(-num_kv_heads // parallelism.tp_size) * head_dim * _element_bytes(train.param_dtype)
     return num_cached_tokens * bytes_per_token * num_prompts * num_completions // parallelism.pp_size
 
 
@@ -180,10 +202,10 @@ def shard_memory(memory: StepMemory, train: TrainConfig, mesh: ParallelismConfig
 
 
 def _trace_memory(
-    recipe: Recipe, model_path: str, sequence_length: int, progress_writer: ProgressWriter
-) -> tuple[PreTrainedModel, StepMemory, list[str]]:
+    build_algorithm: Callable[[], Algorithm], train: TrainConfig, policy_config: PolicyConfig, model_path: str,
+    sequence_length: int, progress_writer: ProgressWriter,
+) -> tuple[PreTrainedModel, StepMemory, list[str]]:  # fmt: skip
     """Return the model with fake tensors, its memory without sharding, and notes about unknown memory."""
-    train, policy_config = recipe.train, recipe.policy
     weight_sets = () if train.train_policy.precomputes_reference_logprobs else train.train_policy.auxiliary_model_names
     with torch.device("meta"):  # PEFT can add adapters to meta tensors, but not to fake tensors
         fake_model = model_without_weights(
@@ -202,7 +224,7 @@ def _trace_memory(
             trainer = Trainer(CausalLM(fake_model, traced_config, InputProcessing(0)), traced_config, progress_writer)
             for name in weight_sets:
                 trainer.weight_sets.add(name)
-            memory = trace_step_memory(trainer, make_algorithm(recipe), traced_config, sequence_length)
+            memory = trace_step_memory(trainer, build_algorithm(), traced_config, sequence_length)
         except Exception as error:
             # A model's code may fail on fake tensors; then only the memory of activations and casts remains unknown.
             logger.info("the step cannot be traced", exc_info=True)
@@ -232,73 +254,79 @@ def _use_fake_tensors(model: PreTrainedModel) -> None:
             tensors[name] = fake_tensor_by_id.get(id(tensor))
 
 
-def _read_row_statistics(recipe: Recipe, folder: Path | None) -> tuple[int | None, int | None, float | None]:
-    """Return the number of training rows, and the maximum and mean length of their sequences in tokens, from the folder
-    of prepared rows; None: unknown. Without prepared rows, only count the rows of the data set."""
-    if folder is None:
-        return _count_rows(recipe), None, None
-    statistics = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))["train"]
-    longest_row_length = statistics["length"]["max"]
-    if (sequences_per_row := recipe.train.train_policy.num_sequences_per_row) > 1:
-        rows = load_row_kind(recipe.train.train_policy.rows).open(folder, TRAIN_SPLIT, recipe.policy)
+def _read_row_statistics(policy: AlgorithmConfig, policy_config: PolicyConfig, prepared_folder: Path) -> _RowStatistics:
+    statistics = json.loads((prepared_folder / "statistics.json").read_text(encoding="utf-8"))["train"]
+    longest_row_length, sequences_per_row = statistics["length"]["max"], policy.num_sequences_per_row
+    if sequences_per_row > 1:
+        rows = load_row_kind(policy.rows).open(prepared_folder, TRAIN_SPLIT, policy_config)
         longest_row_length = int(rows.token_counts(is_packed=False).max()) // sequences_per_row
-    return statistics["rows"], longest_row_length, statistics["length"]["mean"] / sequences_per_row
+    return _RowStatistics(statistics["rows"], longest_row_length, statistics["length"]["mean"] / sequences_per_row)
 
 
-def _count_rows(recipe: Recipe) -> int | None:
-    """Return the number of training rows of a local dataset; None if it must be downloaded or does not exist yet."""
+def _count_rows(algorithm_config: AlgorithmConfig, annotation_path: str, split_seed: int | None) -> int | None:
+    """Return the number of training rows of a local dataset; None if it must be downloaded or does not exist yet.
+    `split_seed`: seed by which held-out rows are split off; None: the held-out rows are in another dataset."""
     num_rows = 0
-    for dataset_key, dataset_table in recipe.train.train_policy.tables_by_dataset.items():
+    for dataset_key, dataset_table in algorithm_config.tables_by_dataset.items():
         dataset: RowsConfig = dataset_table.dataset
-        if annotation_path := image_settings(recipe).annotation_path:
+        if annotation_path:
             dataset = dataset.copy_with(name=annotation_path, split=("train",))
         is_local_path = dataset.name and os.path.exists(os.path.expanduser(dataset.name))
         if not (is_local_path or reasoning_gym_generator(dataset.name)):
             return None
         dataset_rows = load_rows(dataset, dataset_key)
-        if dataset.test_size is not None and recipe.train.seed is not None and not recipe.validation.dataset.name:
-            dataset_rows, _ = split_rows(dataset_rows, dataset.test_size, recipe.train.seed)
+        if dataset.test_size is not None and split_seed is not None:
+            dataset_rows, _ = split_rows(dataset_rows, dataset.test_size, split_seed)
         num_rows += len(dataset_rows)
     return num_rows
 
 
+def _estimate_sequence_length(max_length: int, completion_length: int, row_length: float | None) -> float:
+    """Return the number of tokens of a row together with its longest completion, at most `max_length`."""
+    return max_length if row_length is None else min(max_length, row_length + completion_length)
+
+
 def _estimate_training_length(
-    recipe: Recipe, num_rows: int | None, mean_length: float, prepared_folder: Path | None
-) -> tuple[int | None, int | None, bool]:
+    train: TrainConfig, policy_config: PolicyConfig, group_size: int, rows: _RowStatistics, mean_length: float,
+    prepared_folder: Path | None,
+) -> tuple[int | None, int | None, bool]:  # fmt: skip
     """Return the number of train steps, the number of tokens, and whether the number of steps is an upper bound.
     `mean_length`: mean number of tokens of a sequence, including its completion."""
-    train = recipe.train
     if train.train_policy.has_token_based_batches:
-        return _estimate_balanced_training_length(recipe, prepared_folder)
-    num_steps = train.max_num_steps if num_rows is None else total_steps(recipe, num_rows)
+        return _estimate_balanced_training_length(train, policy_config, prepared_folder)
+    num_steps = train.max_num_steps if rows.num_rows is None else total_steps(train, group_size, rows.num_rows)
     sequences_per_step = train.train_batch_per_replica * train.train_policy.num_sequences_per_row
     num_tokens = None if num_steps is None else round(num_steps * (sequences_per_step * mean_length))
-    return num_steps, num_tokens, num_rows is None
+    return num_steps, num_tokens, rows.num_rows is None
 
 
-def _estimate_balanced_training_length(recipe: Recipe, prepared_folder: Path | None) -> tuple[int, int, bool]:
+def _estimate_balanced_training_length(
+    train: TrainConfig, policy_config: PolicyConfig, prepared_folder: Path | None
+) -> tuple[int, int, bool]:
     """Return steps, tokens, and whether steps are an upper bound, if batches are filled up to a token budget."""
-    num_steps, algorithm = recipe.train.max_num_steps, recipe.train.train_policy
+    num_steps, algorithm, max_length = train.max_num_steps, train.train_policy, policy_config.model_max_length
     assert num_steps is not None and isinstance(algorithm, SupervisedConfig)  # the schema ensures both conditions
     if prepared_folder is None:
-        tokens_per_step = algorithm.load_balanced_batches_per_optimizer_step * micro_batch_tokens(recipe)
+        tokens_per_step = algorithm.load_balanced_batches_per_optimizer_step * micro_batch_tokens(train, max_length)
         return num_steps, num_steps * tokens_per_step, True
-    rows = load_row_kind(algorithm.rows).open(prepared_folder, TRAIN_SPLIT, recipe.policy)
-    row_lengths, step_plan = rows.token_counts(is_packed=True), plan_balanced_steps(rows, recipe)
+    rows = load_row_kind(algorithm.rows).open(prepared_folder, TRAIN_SPLIT, policy_config)
+    row_lengths, step_plan = rows.token_counts(is_packed=True), plan_balanced_steps(rows, train, max_length)
     assert step_plan is not None
     row_indices = [i for step in range(step_plan.total_steps) for batch in step_plan.micro_batches(step) for i in batch]
     return step_plan.total_steps, int(row_lengths[row_indices].sum()), False
 
 
-def _estimate_disk_bytes(recipe: Recipe, memory: StepMemory, num_params: tuple[int, int], steps: int | None) -> int:
+def _estimate_disk_bytes(
+    train: TrainConfig, validation: ValidationConfig, memory: StepMemory, num_params: tuple[int, int], steps: int | None
+) -> int:
     """Return the bytes of the exported model and of the checkpoints that are kept. A checkpoint is assumed to be saved
     for each validated step, because each may be the best so far. `num_params`: all parameters, trainable parameters."""
-    train, ckpt, is_validated = recipe.train, recipe.train.ckpt, recipe.validation.enable
+    ckpt, is_validated = train.ckpt, validation.enable
     num_checkpoints = 1  # the checkpoint after the last step is always saved
     if ckpt.enable_checkpoint:
         steps_per_epoch = max(1, (steps or 0) // train.epoch)
         save_freq = max(0, ckpt.save_freq_in_epoch) * steps_per_epoch or ckpt.save_freq
-        save_intervals = (save_freq, *([recipe.validation.freq] if is_validated else []))
+        save_intervals = (save_freq, *([validation.freq] if is_validated else []))
         saved_steps = (step for interval in save_intervals for step in range(interval, steps or 0, interval))
         num_saves = len({steps, *saved_steps})
         max_kept = max(1, ckpt.max_keep) + is_validated  # the best checkpoint is kept in addition to `max_keep` others
@@ -320,14 +348,16 @@ def _describe_machine(dtype: str) -> dict[str, Any]:
     return {"device": device_name, "is_cpu": device.type == "cpu", "flops": matmul_flops, "memory": memory_bytes}
 
 
-def _estimate_engine_weight_bytes(recipe: Recipe, num_parameters: int) -> int:
+def _estimate_engine_weight_bytes(
+    rollout: RolloutConfig, train: TrainConfig, num_ranks: int, num_parameters: int
+) -> int:
     """Return the bytes of the engine's copy of the weights; 0 if the engine uses the trainer's module."""
-    if recipe.rollout.backend == FALLBACK_ENGINE and recipe.policy.parallelism.world_size > 1:
-        return num_parameters * _element_bytes(recipe.train.master_dtype)
-    if recipe.rollout.backend != "vllm":
+    if rollout.backend == FALLBACK_ENGINE and num_ranks > 1:
+        return num_parameters * _element_bytes(train.master_dtype)
+    if rollout.backend != "vllm":
         return 0
-    num_shards = recipe.rollout.parallelism.tp_size * recipe.rollout.parallelism.pp_size
-    return num_parameters * _element_bytes(recipe.train.param_dtype) // num_shards
+    num_shards = rollout.parallelism.tp_size * rollout.parallelism.pp_size
+    return num_parameters * _element_bytes(train.param_dtype) // num_shards
 
 
 def _element_bytes(dtype: str) -> int:

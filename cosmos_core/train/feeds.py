@@ -14,7 +14,6 @@ import numpy as np
 from cosmos_core.algorithms.base import Update
 from cosmos_core.algorithms.data_term import make_sft_update
 from cosmos_core.config.schema.data_term import DataTermConfig
-from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.balance import BalancedBatchPlan, BatchingSettings
@@ -73,31 +72,34 @@ class SampleFeed:
         self.step = int(state["step"])
 
 
-def total_steps(recipe: Recipe, num_rows: int) -> int:
-    """Return the number of train steps of all epochs, at most `max_num_steps`; raise DataError if it is 0."""
-    train = recipe.train
-    if recipe.may_split_groups:  # a step may span two epochs, so round up the sum over all epochs
-        num_steps = -(-train.epoch * num_rows * recipe.group_size // train.train_batch_per_replica)
+def total_steps(train: TrainConfig, group_size: int, num_rows: int) -> int:
+    """Return the number of train steps of all epochs, at most `max_num_steps`; raise DataError if it is 0.
+    `group_size`: number of samples per row, which is the number of completions of a prompt, or 1 without rollouts."""
+    if train.train_batch_per_replica % group_size:  # a step may span two epochs, so round up the sum over all epochs
+        num_steps = -(-train.epoch * num_rows * group_size // train.train_batch_per_replica)
     else:
-        num_steps = train.epoch * batches_per_epoch(rows_per_step(recipe), num_rows, train.train_policy.drops_last_rows)
+        batch_size, drops_last_rows = rows_per_step(train, group_size), train.train_policy.drops_last_rows
+        num_steps = train.epoch * batches_per_epoch(batch_size, num_rows, drops_last_rows)
     return min(num_steps, train.max_num_steps or num_steps)
 
 
-def rows_per_step(recipe: Recipe) -> int:
+def rows_per_step(train: TrainConfig, group_size: int) -> int:
     """Return the number of rows that a train step reads; in RL, the number of prompts, rounded up."""
-    return -(-recipe.train.train_batch_per_replica // recipe.group_size)
+    return -(-train.train_batch_per_replica // group_size)
 
 
-def unused_rows_message(recipe: Recipe, num_rows: int) -> str:
+def unused_rows_message(train: TrainConfig, group_size: int, num_rows: int) -> str:
     """Return a message if an epoch has rows that no step uses, else ""; raise DataError if the rows fill no step."""
-    notice = unused_rows_notice(recipe.train, 1 if recipe.may_split_groups else rows_per_step(recipe), num_rows)
+    splits_groups = train.train_batch_per_replica % group_size != 0
+    notice = unused_rows_notice(train, 1 if splits_groups else rows_per_step(train, group_size), num_rows)
     # With dynamic sampling no prompt is left over, because a train step may use prompts of two epochs.
-    return notice if recipe.train.train_policy.dynamic_sampling is None else ""
+    return notice if train.train_policy.dynamic_sampling is None else ""
 
 
-def plan_balanced_steps(rows: PreparedRows, recipe: Recipe) -> BalancedBatchPlan | None:
-    """Return the plan of micro-batches filled up to a token budget; None if each step has a fixed number of rows."""
-    train_config, policy = recipe.train, recipe.train.train_policy
+def plan_balanced_steps(rows: PreparedRows, train_config: TrainConfig, max_length: int) -> BalancedBatchPlan | None:
+    """Return the plan of micro-batches that are filled up to a token budget; None if each step has a fixed number of
+    rows. `max_length`: maximum number of tokens of a sequence."""
+    policy = train_config.train_policy
     if not policy.has_token_based_batches:
         return None
     # The schema requires `max_num_steps` if batches are filled by tokens.
@@ -108,7 +110,7 @@ def plan_balanced_steps(rows: PreparedRows, recipe: Recipe) -> BalancedBatchPlan
         rows.token_counts(is_packed=is_packed),
         lambda epoch: epoch_order(train_config.order_seed, epoch, mixture_or_num_rows(rows), policy.dataloader_shuffle),
         BatchingSettings(
-            micro_batch_tokens(recipe),
+            micro_batch_tokens(train_config, max_length),
             policy.load_balanced_pool_size,
             is_packed=is_packed,
             prefers_closest_length=policy.load_balanced_batching_strategy == "prefer_closest",
@@ -119,11 +121,11 @@ def plan_balanced_steps(rows: PreparedRows, recipe: Recipe) -> BalancedBatchPlan
     )
 
 
-def micro_batch_tokens(recipe: Recipe) -> int:
-    """Return the token budget of a micro-batch of a recipe whose batches are filled by tokens."""
-    algorithm_config, max_length = recipe.train.train_policy, recipe.policy.model_max_length
+def micro_batch_tokens(train: TrainConfig, max_length: int) -> int:
+    """Return the token budget of a micro-batch; `max_length`: maximum number of tokens of a sequence."""
+    algorithm_config = train.train_policy
     assert isinstance(algorithm_config, SupervisedConfig)
-    max_padded_tokens = recipe.train.rows_per_pass * algorithm_config.num_sequences_per_row * max_length
+    max_padded_tokens = train.rows_per_pass * algorithm_config.num_sequences_per_row * max_length
     return algorithm_config.load_balanced_max_tokens_for_batch or max_padded_tokens
 
 
@@ -131,21 +133,22 @@ class RowFeed(SampleFeed):
     """Feed of prepared rows, in an order that is a pure function of seed, epoch and position. Rows that take long to
     read are read one step in advance, in a thread."""
 
-    def __init__(self, rows: PreparedRows, recipe: Recipe) -> None:
-        self._rows, self._train_config, train = rows, recipe.train, recipe.train
-        self._num_dp_ranks = recipe.policy.parallelism.num_dp_ranks
+    def __init__(self, rows: PreparedRows, train: TrainConfig, max_length: int, num_dp_ranks: int) -> None:
+        """Build the feed; `max_length`: maximum number of tokens of a sequence, `num_dp_ranks`: number of data-parallel
+        ranks, each of which gets a micro-batch."""
+        self._rows, self._train_config, self._num_dp_ranks = rows, train, num_dp_ranks
         self._batch_size = train.train_batch_per_replica
         self._prefetch_executor = ThreadPoolExecutor(1, "row-feed") if rows.is_prefetched else None
         self._prefetched_step_and_samples: tuple[int, Future[list[Any]]] | None = None
-        self._balanced_plan = plan_balanced_steps(rows, recipe)
+        self._balanced_plan = plan_balanced_steps(rows, train, max_length)
         self.rows_per_pass = train.rows_per_pass
         """Number of rows that the feed puts into a micro-batch."""
         if plan := self._balanced_plan:
             self.steps_per_epoch, self.total_steps = plan.steps_per_epoch, plan.total_steps
             return
-        self.unused_rows_notice = unused_rows_message(recipe, len(rows))
+        self.unused_rows_notice = unused_rows_message(train, 1, len(rows))
         self.steps_per_epoch = batches_per_epoch(self._batch_size, len(rows), train.train_policy.drops_last_rows)
-        self.total_steps = total_steps(recipe, len(rows))
+        self.total_steps = total_steps(train, 1, len(rows))
 
     def find_max_sample_tokens(self) -> int | None:
         try:

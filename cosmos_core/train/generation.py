@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.freeze import mark_trained_weights
@@ -62,7 +62,7 @@ class RolloutSetup:
         stage.progress.phase("load")
         engine: Engine
         if stage.kind.feed == "rollouts" and stage.recipe.num_engines:
-            engine = _make_engine_fleet(stage.recipe, stage.engines, stage.progress.beat)
+            engine = _make_engine_fleet(stage.recipe.rollout, stage.recipe.mode, stage.engines, stage.progress.beat)
             engine.send_missing_weights = lambda: self.send_missing_weights(self._published_version)
         else:
             is_diffusion = stage.recipe.policy.is_diffusers
@@ -143,7 +143,7 @@ class RolloutSetup:
         max_lag, num_extra_prompts, max_steps_ahead = train.train_policy.rollout_lookahead
         if sleeps_in_training:  # generate nothing ahead: sleeping engines would lose requests in flight
             max_lag, num_extra_prompts, max_steps_ahead = train.sync_weight_interval - 1, 0, 1
-        num_steps = total_steps(recipe, prompt_order.num_prompts)
+        num_steps = total_steps(train, recipe.group_size, prompt_order.num_prompts)
         take_prompts = prompts_by_position(prompt_order, prompt_order.prompts_per_step, num_steps)
         if recipe.may_split_groups or group_filter:
             end_prompt_position = None if group_filter else group_plan.first_position(num_steps)
@@ -174,21 +174,25 @@ def get_transfer_dtype(train: TrainConfig) -> torch.dtype | None:
     return None if train.transfer_dtype in (None, train.master_dtype) else getattr(torch, train.transfer_dtype)
 
 
-def _make_engine_fleet(recipe: Recipe, engine_handles: list[Any], send_heartbeat: Callable[[], None]) -> EngineFleet:
+def _make_engine_fleet(
+    rollout_config: RolloutConfig, rollout_mode: str, engine_handles: list[Any], send_heartbeat: Callable[[], None]
+) -> EngineFleet:
+    is_on_trainer_gpu = rollout_mode == "colocated_separated"
     return EngineFleet(
         lambda: engine_handles,
-        max_groups=recipe.rollout.max_prompts_in_flight,
-        timeout_seconds=recipe.rollout.engine_timeout_seconds,
-        weight_sync_mode=recipe.rollout.async_r2r_sync,
-        sleeps_in_training=recipe.mode == "colocated_separated",
-        weight_transfer=_make_weight_transfer(recipe),
+        max_groups=rollout_config.max_prompts_in_flight,
+        timeout_seconds=rollout_config.engine_timeout_seconds,
+        weight_sync_mode=rollout_config.async_r2r_sync,
+        sleeps_in_training=is_on_trainer_gpu,
+        weight_transfer=_make_weight_transfer(rollout_config, is_on_trainer_gpu=is_on_trainer_gpu),
         send_heartbeat=send_heartbeat,
     )
 
 
-def _make_weight_transfer(recipe: Recipe) -> NativeWeightTransfer | DeltaWeightTransfer | None:
+def _make_weight_transfer(
+    rollout_config: RolloutConfig, *, is_on_trainer_gpu: bool
+) -> NativeWeightTransfer | DeltaWeightTransfer | None:
     """Return the weight transfer of a stage; None: all weights are sent through host memory."""
-    rollout_config = recipe.rollout
     if rollout_config.weight_transfer == "delta":
         return DeltaWeightTransfer()
     if rollout_config.weight_transfer == "host" or rollout_config.native_transfer_conflicts:
@@ -196,7 +200,7 @@ def _make_weight_transfer(recipe: Recipe) -> NativeWeightTransfer | DeltaWeightT
     if not torch.cuda.is_available():
         logger.warning("rollout.weight_transfer = 'native' needs GPUs: weights travel through host memory")
         return None
-    weight_transport = IpcTransport() if recipe.mode == "colocated_separated" else NcclTransport()
+    weight_transport = IpcTransport() if is_on_trainer_gpu else NcclTransport()
     return NativeWeightTransfer(weight_transport, rollout_config.parallelism.tp_size)
 
 

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,6 @@ from cosmos_core.rollout.base import Engine, generate
 from cosmos_core.rollout.groups import dataset_means, reward_means, turn_metrics
 from cosmos_core.run.files import parse_json_objects, raise_disk_full, write_text
 from cosmos_core.run.progress import has_step
-from cosmos_core.run.stage import Stage
 from cosmos_core.run.workspace import Workspace
 from cosmos_core.train.diffusion_setup import evaluation_sampling
 from cosmos_core.train.stop import check_stop
@@ -133,21 +132,29 @@ def pass_at_k(k: int, num_completions: int, num_correct: int) -> float:
     return 1.0 - math.comb(num_completions - num_correct, k) / math.comb(num_completions, k)
 
 
+@dataclass(frozen=True)
+class CompletionSettings:
+    """Settings with which completions of held-out prompts are generated and scored."""
+
+    sampling: Sampling
+    rewards: RewardConfig
+    """Reward functions with their weights, or a remote service; empty if images are only generated for the gallery."""
+    batch_size: int
+    """Number of prompts that each rank completes at a time."""
+
+
 class CompletionValidation:
     """Validation that generates completions of held-out prompts and scores them."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], engine: Engine, make_scorer: Callable[[RewardConfig, int], ScoreGroups],
-        stage: Stage,
+        self, prompts: Sequence[Prompt], engine: Engine, score: ScoreGroups, completion_settings: CompletionSettings,
+        workspace: Workspace,
     ) -> None:  # fmt: skip
-        """Prepare validations; `make_scorer` returns a function that scores completions with a maximum length."""
-        recipe, self._workspace = stage.recipe, stage
-        self._prompts, self._engine, self._sampling = prompts, engine, validation_sampling(recipe)
-        self.score = make_scorer(recipe.held_out_rewards, self._sampling.max_tokens)
-        self._batch_size = num_ranks() * (recipe.validation.batch_size or recipe.rollout.batch_size)
-        self._get_full_reward = partial(full_reward, recipe.held_out_rewards)
-        # Without rewards, images are only generated for the gallery.
-        self._has_rewards = bool(recipe.held_out_rewards) or self._sampling.flow is None
+        self._prompts = prompts
+        self._engine, self.score, self._workspace = engine, score, workspace
+        self._sampling, self._batch_size = completion_settings.sampling, completion_settings.batch_size
+        self._get_full_reward = partial(full_reward, completion_settings.rewards)
+        self._has_rewards = bool(completion_settings.rewards) or self._sampling.flow is None
 
     def validate(self, step: int, *, sleep_level: Literal[1, 2] = 1) -> dict[str, float]:
         """Return the validation metrics after `step` train steps, add some completions to `samples.jsonl`, and let the
@@ -155,11 +162,12 @@ class CompletionValidation:
         requests a stop."""
         if not self._has_rewards:
             self._prompts = self._prompts[: gallery.MAX_PROMPTS]
+        batch_size = num_ranks() * self._batch_size
         scored_groups: list[ScoredGroup] = []
         self._engine.wake()
-        for start in range(0, len(self._prompts), self._batch_size):
+        for start in range(0, len(self._prompts), batch_size):
             self._workspace.progress.advance(start, len(self._prompts))
-            prompt_batch = self._prompts[start : start + self._batch_size]
+            prompt_batch = self._prompts[start : start + batch_size]
             scored_groups += self.score(generate(self._engine, prompt_batch, self._sampling, _VALIDATION_SEED_STEP))
             check_stop(self._workspace)
         self._engine.sleep(level=sleep_level)
@@ -211,11 +219,11 @@ def add_samples(samples_file: Path, step: int, groups: Sequence[ScoredGroup], *,
     write_text(samples_file, "".join(line + "\n" for line in json_lines))
 
 
-def validation_sampling(recipe: Recipe) -> Sampling:
-    """Return the sampling settings of held-out completions; keys unset in `[validation]` are taken from `[rollout]`."""
+def make_completion_settings(recipe: Recipe) -> CompletionSettings:
+    """Return the settings of held-out completions; keys unset in `[validation]` are taken from `[rollout]`."""
     validation_config, rollout_config = recipe.validation, recipe.rollout
     assert recipe.train.seed is not None
-    return Sampling(
+    sampling = Sampling(
         temperature=validation_config.temperature,
         top_p=rollout_config.sampling_config.top_p if validation_config.top_p is None else validation_config.top_p,
         top_k=rollout_config.sampling_config.top_k if validation_config.top_k is None else validation_config.top_k,
@@ -224,6 +232,9 @@ def validation_sampling(recipe: Recipe) -> Sampling:
         num_completions=validation_config.n_generation,
         seed=recipe.train.seed,
         flow=evaluation_sampling(recipe.policy.diffusers) if recipe.policy.is_diffusers else None,
+    )
+    return CompletionSettings(
+        sampling, recipe.held_out_rewards, validation_config.batch_size or rollout_config.batch_size
     )
 
 

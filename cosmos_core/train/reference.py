@@ -18,7 +18,7 @@ from cosmos_core.data.kinds.base import REFERENCE_BATCH_ROWS, PreparedRows
 from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.parallel.mesh import all_reduce_any, broadcast_object, is_first_rank
 from cosmos_core.run.files import read_json, sha256, write_json
-from cosmos_core.run.stage import Stage
+from cosmos_core.run.workspace import Workspace
 from cosmos_core.train.trainer import Trainer
 
 REFERENCE_WEIGHTS = "reference"
@@ -39,22 +39,23 @@ def compute_pair_logprobs(trainer: Trainer, rows: PreparedRows, row_positions: S
 
 
 def reference_logprobs(
-    stage: Stage, trainer: Trainer, rows: PreparedRows, split_name: str, positions: np.ndarray
+    workspace: Workspace, trainer: Trainer, rows: PreparedRows, split_name: str, positions: np.ndarray, fingerprint: str
 ) -> np.ndarray:
     """Return the log-probabilities of all rows under the reference policy, shape (rows, 2), NaN outside `positions`.
-    Reuse the values that an earlier attempt saved. If a signal requests a stop, save values and raise `Preempted`."""
-    stage.progress.phase(REFERENCE_WEIGHTS)
-    logprobs_file = stage.path / REFERENCE_WEIGHTS / f"{split_name}.json"
-    required_fields = {"fingerprint": stage.checkpoint_fingerprint, "rows": sha256(rows.path)}
+    Reuse values that an earlier attempt with this `fingerprint` saved. If a signal requests a stop, save the values and
+    raise `Preempted`."""
+    workspace.progress.phase(REFERENCE_WEIGHTS)
+    logprobs_file = workspace.path / REFERENCE_WEIGHTS / f"{split_name}.json"
+    required_fields = {"fingerprint": fingerprint, "rows": sha256(rows.path)}
     saved_logprobs = _read_saved_logprobs(logprobs_file, required_fields, len(rows)) if is_first_rank() else np.empty(0)
     logprobs: np.ndarray = broadcast_object(torch.from_numpy(saved_logprobs)).numpy()
     last_save_time = time.monotonic()
     for start in range(0, len(positions), REFERENCE_BATCH_ROWS):
-        stage.progress.advance(start, len(positions))
+        workspace.progress.advance(start, len(positions))
         chunk_positions = positions[start : start + REFERENCE_BATCH_ROWS]
         if not np.isnan(logprobs[chunk_positions]).any():
             continue
-        if all_reduce_any(stage.stop_requested):
+        if all_reduce_any(workspace.stop_requested):
             _save_logprobs(logprobs_file, required_fields, logprobs)
             raise Preempted(f"stopped with the reference log-probabilities of {start} of {len(positions)} rows")
         logprobs[chunk_positions] = compute_pair_logprobs(trainer, rows, chunk_positions.tolist())

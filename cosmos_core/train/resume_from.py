@@ -22,8 +22,8 @@ from cosmos_core.checkpoint.resume import (
     step_folder,
 )
 from cosmos_core.config.inputs import referenced_stage
-from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import flatten_nonempty_tables
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ModelError, StageFailed
 from cosmos_core.models.disk import translate_disk_errors
 from cosmos_core.observe import gallery
@@ -31,7 +31,7 @@ from cosmos_core.parallel.mesh import broadcast_object, is_first_rank
 from cosmos_core.run.files import link_or_copy, parse_step, read_json_object, replace_folder, write_json
 from cosmos_core.run.fingerprint import COPIED_FILES_KEY
 from cosmos_core.run.plan import FINGERPRINT_FILE
-from cosmos_core.run.stage import Stage
+from cosmos_core.run.workspace import Workspace
 from cosmos_core.train.completions import COMPLETIONS_FOLDER
 from cosmos_core.train.feeds import rows_per_step
 from cosmos_core.train.measure import SAMPLES_FILE
@@ -43,21 +43,21 @@ _MESH_FINGERPRINT_KEYS = (COPIED_FILES_KEY, "world_size", "config.policy.paralle
 """Keys of hashed settings that change the trained weights only through the order of floating-point sums."""
 
 
-def adopt_checkpoint(stage: Stage) -> None:
+def adopt_checkpoint(workspace: Workspace, stage_fingerprint: str) -> None:
     """Link the newest complete checkpoint of an earlier run of this stage, the best checkpoint and the metrics, unless
-    the stage has a checkpoint already. Log a warning if no checkpoint can be adopted. All ranks call this function: the
-    first rank links the files, and all ranks share the hashing."""
-    own_checkpoint_folder, send_heartbeat = stage.path / "checkpoints", stage.progress.beat
-    stage_fingerprint = stage.checkpoint_fingerprint
+    the stage has a checkpoint already. `stage_fingerprint`: fingerprint of the stage's checkpoints. Log a warning if no
+    checkpoint can be adopted. All ranks call this function: the first rank links the files, and all ranks share the
+    hashing."""
+    own_checkpoint_folder, send_heartbeat = workspace.path / "checkpoints", workspace.progress.beat
     if newest_complete_step_on_ranks(own_checkpoint_folder, stage_fingerprint, send_heartbeat) is not None:
         return
-    all_checkpoint_folders = stage.run_path.parent.glob("*/stages/*/checkpoints") if is_first_rank() else ()
+    all_checkpoint_folders = workspace.run_path.parent.glob("*/stages/*/checkpoints") if is_first_rank() else ()
     other_folders = [folder for folder in all_checkpoint_folders if folder != own_checkpoint_folder]
     all_checkpoints = sorted(((step, folder) for folder in other_folders for step in saved_steps(folder)), reverse=True)
     log_level = logging.WARNING if is_first_rank() else logging.DEBUG  # one warning, not one from each rank
     warned_folders = set()
     checkpoint_candidates = [(step, str(folder), stage_fingerprint) for step, folder in all_checkpoints]
-    stage_fingerprint_inputs = _fingerprint_inputs_without_mesh(read_json_object(stage.path / FINGERPRINT_FILE))
+    stage_fingerprint_inputs = _fingerprint_inputs_without_mesh(read_json_object(workspace.path / FINGERPRINT_FILE))
     for step, folder in all_checkpoints if stage_fingerprint_inputs else ():
         other_record = read_json_object(folder.parent / FINGERPRINT_FILE)
         if _fingerprint_inputs_without_mesh(other_record) == stage_fingerprint_inputs:
@@ -65,21 +65,22 @@ def adopt_checkpoint(stage: Stage) -> None:
     for step, folder_name, fingerprint in broadcast_object(checkpoint_candidates):
         checkpoint = step_folder(folder := Path(folder_name), step)
         resume_problem = resume_obstacle_on_ranks(folder, step, fingerprint, send_heartbeat)
-        resume_problem = resume_problem or _link_checkpoint(stage, folder, step, fingerprint)
+        resume_problem = resume_problem or _link_checkpoint(workspace, folder, step, fingerprint, stage_fingerprint)
         if resume_problem is None:
             logger.info("going on from %s", checkpoint)
             return
-        should_report = folder.parent.name == stage.path.name and checkpoint not in warned_folders
+        should_report = folder.parent.name == workspace.path.name and checkpoint not in warned_folders
         if should_report and resume_problem != OTHER_CONFIGURATION_REASON:
             logger.log(log_level, "checkpoint %s is passed over: %s", checkpoint, resume_problem)
             warned_folders.add(checkpoint)
-    step_folders = [step_folder(folder, n) for n, folder in all_checkpoints if folder.parent.name == stage.path.name]
+    stage_name = workspace.path.name
+    step_folders = [step_folder(folder, step) for step, folder in all_checkpoints if folder.parent.name == stage_name]
     manifests = {path / "policy": read_manifest(path / "policy") for path in step_folders if path not in warned_folders}
     complete_checkpoints = [policy for policy, manifest in manifests.items() if manifest]
     newest_folder = max(complete_checkpoints, key=lambda policy: manifests[policy].get("created", 0.0), default=None)
     resume_hint = f"; to go on from other settings: train.resume = '{newest_folder}'" if newest_folder else ""
     message = "train.resume = true: no other run below %s has a checkpoint with these settings and inputs, so this one "
-    logger.log(log_level, message + "starts at step 0%s", stage.run_path.parent, resume_hint)
+    logger.log(log_level, message + "starts at step 0%s", workspace.run_path.parent, resume_hint)
 
 
 def check_base_model(folder: Path, stage_folder: Path, model: str) -> None:
@@ -104,18 +105,18 @@ def _identify_model(fingerprint_ingredients: dict[str, Any]) -> tuple[str, str]:
     return model[: model.find(":") + 1], model
 
 
-def warn_of_other_step_size(folder: Path, recipe: Recipe) -> None:
+def warn_of_other_step_size(folder: Path, train: TrainConfig, group_size: int) -> None:
     """Log a warning if the N steps before the checkpoint in `folder` (`.../step_N/policy`) used another number of rows
-    than N steps of this training, which continues at the row that its own N steps would have reached."""
+    than N steps of this training, which continues at the row that its own N steps would have reached. `group_size`:
+    number of samples per row."""
     hashed_inputs = read_json_object(folder.parents[2] / FINGERPRINT_FILE).get("ingredients", {})
-    earlier_settings = flatten_nonempty_tables(hashed_inputs.get("config", {}))
-    algorithm_config = recipe.train.train_policy
+    earlier_settings, algorithm_config = flatten_nonempty_tables(hashed_inputs.get("config", {})), train.train_policy
     batch_size = earlier_settings.get("train.train_batch_per_replica")
     saves_row_position = "drawn" in read_json_object(folder / FIRST_RANK_JSON_FILE).get("feed", {}).get("source", {})
     if not batch_size or saves_row_position or earlier_settings.get("train.train_policy.type") != algorithm_config.type:
         return
     earlier_group_size = earlier_settings.get("rollout.n_generation", 1) if algorithm_config.has_rollouts else 1
-    earlier_rows_per_step, rows_each_step = -(-batch_size // earlier_group_size), rows_per_step(recipe)
+    earlier_rows_per_step, rows_each_step = -(-batch_size // earlier_group_size), rows_per_step(train, group_size)
     if earlier_rows_per_step != rows_each_step and not algorithm_config.has_token_based_batches:
         step = parse_step(folder.parent.name)
         logger.warning(
@@ -132,18 +133,20 @@ def _fingerprint_inputs_without_mesh(fingerprint: dict[str, Any]) -> dict[str, A
     return {key: value for key, value in fingerprint_inputs.items() if not is_at_or_below(key, _MESH_FINGERPRINT_KEYS)}
 
 
-def _link_checkpoint(stage: Stage, folder: Path, step: int, fingerprint: str) -> str | None:
+def _link_checkpoint(
+    workspace: Workspace, folder: Path, step: int, fingerprint: str, stage_fingerprint: str
+) -> str | None:
     """Link the checkpoint of step `step` and the best checkpoint, which have `fingerprint`, into the stage, and write
     the stage's fingerprint to their manifests. Return an error message if the other run, which may still train, has
     deleted a checkpoint meanwhile; else None. All ranks call this function."""
     saved_json_values = read_json_object(step_folder(folder, step) / "policy" / FIRST_RANK_JSON_FILE)
     best_step = broadcast_object((saved_json_values.get("best") or {}).get("step", step))
     linked_steps = [step]
-    if best_step != step and not resume_obstacle_on_ranks(folder, best_step, fingerprint, stage.progress.beat):
+    if best_step != step and not resume_obstacle_on_ranks(folder, best_step, fingerprint, workspace.progress.beat):
         linked_steps = [best_step, step]
     link_error = None
     if is_first_rank():
-        link_error = _link_step_folders(folder, linked_steps, stage.path, stage.checkpoint_fingerprint)
+        link_error = _link_step_folders(folder, linked_steps, workspace.path, stage_fingerprint)
     return broadcast_object(link_error)
 
 

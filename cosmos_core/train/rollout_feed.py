@@ -11,6 +11,8 @@ from cosmos_core.algorithms.registry import credit_groups
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
+from cosmos_core.config.schema.rollout import RolloutConfig
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.order import batch_row_numbers, mixture_or_num_rows, rows_at_positions
 from cosmos_core.errors import ProgramError, RewardError
 from cosmos_core.parallel.mesh import is_first_rank
@@ -33,16 +35,23 @@ logger = logging.getLogger(__name__)
 class RolloutFeed(SampleFeed):
     """Feed of scored groups of completions, which the algorithm turns into samples."""
 
-    def __init__(self, prompts: Sequence[Prompt], source: GroupSource, algorithm: Algorithm, recipe: Recipe) -> None:
-        self._group_source, self._algorithm = source, algorithm
-        self._group_plan = group_plan = GroupPlan(recipe.train.train_batch_per_replica, recipe.group_size)
-        self._train_policy, self._prompts = recipe.train.train_policy, prompts
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        group_source: GroupSource,
+        algorithm: Algorithm,
+        train_config: TrainConfig,
+        rollout: RolloutConfig,
+    ) -> None:
+        self._group_source, self._algorithm = group_source, algorithm
+        self._group_plan = group_plan = GroupPlan(train_config.train_batch_per_replica, rollout.n_generation)
+        self._train_policy, self._prompts = train_config.train_policy, prompts
         get_full_reward = partial(full_reward, self._train_policy.remote_reward_config or self._train_policy.rewards)
         self._pass_rates = PassRates(get_full_reward)
         self.steps_per_epoch = max(1, len(prompts) * group_plan.group_size // group_plan.completions_per_step)
-        self.total_steps = total_steps(recipe, len(prompts))
-        self._max_response_length = recipe.rollout.max_response_length
-        self.unused_rows_notice = unused_rows_message(recipe, len(prompts))
+        self.total_steps = total_steps(train_config, rollout.n_generation, len(prompts))
+        self._max_response_length = rollout.max_response_length
+        self.unused_rows_notice = unused_rows_message(train_config, rollout.n_generation, len(prompts))
         self.log_groups: Callable[[int, Sequence[ScoredGroup]], None] = lambda step, groups: None
         """Function that is called with the number of each train step, counted from 1, and the step's groups."""
 
@@ -114,9 +123,9 @@ class RolloutFeed(SampleFeed):
 class PromptOrder:
     """Sequence of prompts whose order is a pure function of seed, epoch and position."""
 
-    def __init__(self, prompts: Sequence[Prompt], recipe: Recipe) -> None:
-        self._prompts, self._train_config = prompts, recipe.train
-        self.num_prompts, self.prompts_per_step = len(prompts), rows_per_step(recipe)
+    def __init__(self, prompts: Sequence[Prompt], train_config: TrainConfig, group_size: int) -> None:
+        self._prompts, self._train_config = prompts, train_config
+        self.num_prompts, self.prompts_per_step = len(prompts), rows_per_step(train_config, group_size)
 
     def __call__(self, step: int) -> Sequence[Prompt]:
         """Return the prompts of train step `step`, counted from 0."""
@@ -150,10 +159,11 @@ def make_group_filter(algorithm_config: AlgorithmConfig) -> GroupFilter | None:
     return group_filter
 
 
-def make_sync_source(sync_source: SyncGroupSource, prompt_order: PromptOrder, recipe: Recipe) -> GroupSource:
-    """Return a source that generates groups on demand, and replaces the groups that the recipe's filter drops."""
-    group_filter = make_group_filter(recipe.train.train_policy)
-    if group_filter is None and not recipe.may_split_groups:
+def make_sync_source(
+    sync_source: SyncGroupSource, prompt_order: PromptOrder, group_filter: GroupFilter | None, *, may_split_groups: bool
+) -> GroupSource:
+    """Return a source that generates groups on demand, and replaces the groups that `group_filter` drops."""
+    if group_filter is None and not may_split_groups:
         return sync_source
     return FilteredGroupSource(sync_source, prompt_order.take_prompts, prompt_order.prompts_per_step, group_filter)
 

@@ -45,7 +45,13 @@ from cosmos_core.train.loop import TrainLoop
 from cosmos_core.train.mfu import FlopsUtilization
 from cosmos_core.train.reference import REFERENCE_WEIGHTS, reference_logprobs
 from cosmos_core.train.resume_from import adopt_checkpoint, check_base_model, warn_of_other_step_size
-from cosmos_core.train.rollout_feed import PromptOrder, RolloutFeed, make_sync_source, training_sampling
+from cosmos_core.train.rollout_feed import (
+    PromptOrder,
+    RolloutFeed,
+    make_group_filter,
+    make_sync_source,
+    training_sampling,
+)
 from cosmos_core.train.spread_feed import SplitGroupFeed
 from cosmos_core.train.stop import check_stop
 from cosmos_core.train.trainer import Trainer
@@ -154,7 +160,7 @@ class _TrainingSetup:
         initial_checkpoint = Path(train_config.resume) if isinstance(train_config.resume, str) else None
         if initial_checkpoint:
             check_base_model(initial_checkpoint, stage.path, stage.model)
-            warn_of_other_step_size(initial_checkpoint, self._recipe)
+            warn_of_other_step_size(initial_checkpoint, train_config, self._recipe.group_size)
         reports_mfu, should_stop = self._recipe.logging.report_mfu, self._recipe.rollout.stop_on_alarm
         speed_tuning = None
         if "auto" in {train_config.num_threads, self._train_policy.mini_batch}:
@@ -186,19 +192,20 @@ class _TrainingSetup:
         row_kind = load_row_kind(self._train_policy.rows)
         if self._sampling is None:
             rows = row_kind.open(prepared_folder, TRAIN_SPLIT, recipe.policy, adapter)
-            feed = RowFeed(rows, recipe)
+            num_dp_ranks = recipe.policy.parallelism.num_dp_ranks
+            feed = RowFeed(rows, self._train_config, recipe.policy.model_max_length, num_dp_ranks)
             if self._train_policy.precomputes_reference_logprobs:
                 self._compute_reference_logprobs(rows, TRAIN_SPLIT, feed.trained_row_numbers)
             return feed
         prompts = row_kind.open_prompts(prepared_folder, TRAIN_SPLIT, self._train_policy, recipe.policy)
         if recipe.policy.is_diffusers:
+            diffusers, train_config = recipe.policy.diffusers, self._train_config
             self.algorithm.null_text = open_media_prompts(prepared_folder, TRAIN_SPLIT).null_text
             # With `data_beta`, the prepared folder has rows of images or clips, because the schema requires them.
-            if recipe.policy.diffusers.flow_rl.data_beta:
-                self.algorithm.data_term = make_data_term(
-                    open_media(prepared_folder, TRAIN_SPLIT), recipe, self._sampling, self.trainer
-                )
-        prompt_order = PromptOrder(prompts, recipe)
+            if diffusers.flow_rl.data_beta:
+                media = open_media(prepared_folder, TRAIN_SPLIT)
+                self.algorithm.data_term = make_data_term(media, diffusers, train_config, self._sampling, self.trainer)
+        prompt_order = PromptOrder(prompts, self._train_config, recipe.group_size)
         if recipe.num_engines:
             group_source = self._rollout_setup.make_async_source(prompt_order, self._sampling, validation)
         else:
@@ -207,9 +214,12 @@ class _TrainingSetup:
                 self._sampling, self._stage.progress, recipe.rollout.batch_size,
                 on_wait=partial(check_stop, self._stage), publish_interval=self._train_config.sync_weight_interval,
             )  # fmt: skip
-            group_source = make_sync_source(sync_source, prompt_order, recipe)
+            group_filter = make_group_filter(self._train_policy)
+            group_source = make_sync_source(
+                sync_source, prompt_order, group_filter, may_split_groups=recipe.may_split_groups
+            )
         feed_class = SplitGroupFeed if recipe.may_split_groups else RolloutFeed
-        rollout_feed = feed_class(prompts, group_source, self.algorithm, recipe)
+        rollout_feed = feed_class(prompts, group_source, self.algorithm, self._train_config, recipe.rollout)
         log_folder = self._stage.path / COMPLETIONS_FOLDER
         rollout_feed.log_groups = CompletionLog(log_folder, should_write=recipe.logging.log_completions)
         return rollout_feed
@@ -217,7 +227,10 @@ class _TrainingSetup:
     def _compute_reference_logprobs(self, rows: PreparedRows, split_name: str, row_numbers: np.ndarray) -> None:
         """Set the log-probabilities of the rows at `row_numbers` under the reference policy, if the loss needs them."""
         if self._train_policy.saves_reference_logprobs:
-            rows.reference_logprobs = reference_logprobs(self._stage, self.trainer, rows, split_name, row_numbers)
+            fingerprint = self._stage.checkpoint_fingerprint
+            rows.reference_logprobs = reference_logprobs(
+                self._stage, self.trainer, rows, split_name, row_numbers, fingerprint
+            )
 
     def _make_metrics_fn(self) -> MetricsFn | None:
         """Return the function that validates on held-out rows or on completions of held-out prompts; None: disabled."""
@@ -227,8 +240,9 @@ class _TrainingSetup:
         rows, prompts = open_held_out(stage.prepared_folder, self._train_policy, recipe.policy, trainer.adapter)
         compute_metrics: MetricsFn = lambda step: {}  # noqa: E731
         if prompts is not None:
-            rollout_setup = self._rollout_setup
-            completions = measure.CompletionValidation(prompts, rollout_setup.engine, rollout_setup.make_scorer, stage)
+            completion_settings, rollout_setup = measure.make_completion_settings(recipe), self._rollout_setup
+            score = rollout_setup.make_scorer(completion_settings.rewards, completion_settings.sampling.max_tokens)
+            completions = measure.CompletionValidation(prompts, rollout_setup.engine, score, completion_settings, stage)
             has_rollouts = self._train_policy.has_rollouts
             compute_metrics = _completion_metrics_fn(completions, rollout_setup, has_rollouts=has_rollouts)
         if rows is None:
@@ -248,8 +262,10 @@ class _TrainingSetup:
             return None
         prompts = open_held_out(stage.prepared_folder, self._train_policy, recipe.policy).prompts
         assert prompts is not None
-        rollout_setup, engine_fleet = self._rollout_setup, self._rollout_setup.engine_fleet
-        prompt_validation = measure.CompletionValidation(prompts, engine_fleet, rollout_setup.make_local_scorer, stage)
+        completion_settings, rollout_setup = measure.make_completion_settings(recipe), self._rollout_setup
+        scorer = rollout_setup.make_local_scorer(completion_settings.rewards, completion_settings.sampling.max_tokens)
+        engine_fleet = rollout_setup.engine_fleet
+        prompt_validation = measure.CompletionValidation(prompts, engine_fleet, scorer, completion_settings, stage)
         return AsyncValidation(prompt_validation, engine_fleet, rollout_setup.send_missing_weights, stage.progress.beat)
 
     def _make_checkpointer(self) -> Checkpointer:
@@ -261,7 +277,7 @@ class _TrainingSetup:
         )  # fmt: skip
         self._exit_stack.callback(checkpointer.close)
         if self._train_config.resume is True:
-            adopt_checkpoint(stage)
+            adopt_checkpoint(stage, stage.checkpoint_fingerprint)
         return checkpointer
 
 

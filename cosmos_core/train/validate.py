@@ -38,8 +38,9 @@ def run(stage: Stage) -> Outcome:
         if prompts is not None:
             with ExitStack() as exit_stack:
                 rollout_setup = RolloutSetup(stage, trainer, exit_stack)
-                engine, make_scorer = rollout_setup.engine, rollout_setup.make_scorer
-                metrics = measure.CompletionValidation(prompts, engine, make_scorer, stage).validate(0)
+                completion_settings, engine = measure.make_completion_settings(recipe), rollout_setup.engine
+                scorer = rollout_setup.make_scorer(completion_settings.rewards, completion_settings.sampling.max_tokens)
+                metrics = measure.CompletionValidation(prompts, engine, scorer, completion_settings, stage).validate(0)
             output_names += [name for name in (measure.SAMPLES_FILE, GALLERY_FOLDER) if (stage.path / name).exists()]
         if rows is not None:
             if rows.has_sample_pairs and algorithm_config.saves_reference_logprobs:

@@ -20,7 +20,7 @@ from cosmos_core.models.flow import euler_schedule
 from cosmos_core.rollout.base import EngineDenoiser, EngineSettings, generate
 from cosmos_core.rollout.flow_sampler import FlowSamplerEngine
 from cosmos_core.train.diffusion_setup import make_data_term
-from cosmos_core.train.measure import validation_sampling
+from cosmos_core.train.measure import make_completion_settings
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.types import Group, Prompt, Sampling, Score, ScoredGroup
 from tests.effects.change import Change, changes
@@ -101,7 +101,7 @@ def test_it_changes_how_rollouts_are_drawn(change: Change) -> None:
 
 @changes(Change(f"{ROLLOUT}.eval_num_steps", 5, NFT))
 def test_it_changes_how_held_out_prompts_are_drawn(change: Change) -> None:
-    before, after = (drawn(each, validation_sampling(each)) for each in (change.before, change.after))
+    before, after = (drawn(each, make_completion_settings(each).sampling) for each in (change.before, change.after))
     assert before != after
 
 
@@ -213,4 +213,4 @@ def test_it_changes_what_is_learned_of_real_data(change: Change, expected: float
 
 
 def _make_data_term(rows: Any, recipe: Recipe, trainer: Any) -> Callable[[int, Sequence[int], int], Update]:
-    return make_data_term(rows, recipe, training_sampling(recipe), trainer)
+    return make_data_term(rows, recipe.policy.diffusers, recipe.train, training_sampling(recipe), trainer)

@@ -149,6 +149,6 @@ def test_replicas_are_data_parallel_and_each_has_its_rows(change: Change) -> Non
     before, after = change.before, change.after
     assert (before.policy.parallelism.world_size, after.policy.parallelism.world_size) == (1, 3)
     assert after.policy.parallelism.dp_replicate_size == 3
-    in_step = [rows_per_step(side) for side in (before, after)]
+    in_step = [rows_per_step(side.train, side.group_size) for side in (before, after)]
     assert in_step[1] == 3 * in_step[0]
     assert Recipe.model_validate(after.model_dump()) == after

@@ -135,7 +135,7 @@ def test_it_changes_what_engines_get_and_when(
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(generation, "EngineFleet", lambda handles, **settings: made.append(settings))
     for recipe in (change.before, change.after):
-        generation._make_engine_fleet(recipe, [], lambda: None)
+        generation._make_engine_fleet(recipe.rollout, recipe.mode, [], lambda: None)
     [(name, values)] = expected.items()
     assert (made[0][name], made[1][name]) == values
 
@@ -144,7 +144,7 @@ def transfer_of(recipe: Recipe) -> Any:
     """How the weights of a recipe reach its engines."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "EngineFleet", lambda handles, **settings: settings["weight_transfer"])
-        return generation._make_engine_fleet(recipe, [], lambda: None)
+        return generation._make_engine_fleet(recipe.rollout, recipe.mode, [], lambda: None)
 
 
 @changes(

@@ -11,7 +11,7 @@ from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.rollout.groups import SyncGroupSource
 from cosmos_core.run.progress import ProgressWriter
-from cosmos_core.train.measure import validation_sampling
+from cosmos_core.train.measure import make_completion_settings
 from cosmos_core.train.rollout_feed import RolloutFeed, training_sampling
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, Change, changes, difference
@@ -92,7 +92,7 @@ def test_it_changes_what_the_engine_is_asked(change: Change, expected: dict[str,
     (Change("validation.n_generation", 4, GRPO), {"num_completions": 4}),
 )
 def test_it_changes_how_held_out_answers_are_drawn(change: Change, expected: dict[str, Any]) -> None:
-    before, after = (validation_sampling(side) for side in (change.before, change.after))
+    before, after = (make_completion_settings(side).sampling for side in (change.before, change.after))
     assert difference(_values(before), _values(after)) == expected
 
 

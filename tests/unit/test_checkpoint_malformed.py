@@ -135,7 +135,7 @@ def test_it_is_passed_over_with_a_warning_that_names_it_here_and_by_another_run_
     assert is_filled_with(loaded, 1.0) and re.search(warning, caplog.text)
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        adopt_checkpoint(later)
+        adopt_checkpoint(later, later.fingerprint)
     assert [path.name for path in (later.path / "checkpoints").iterdir()] == ["step_1"]
     assert re.search(warning, caplog.text) and caplog.text.count("passed over") == 1
     assert caplog.messages[-1].startswith("going on from ")
@@ -158,7 +158,7 @@ def test_one_of_another_configuration_is_passed_over_without_a_word(
 ) -> None:
     later = stage_of(tmp_path / "out/second/stages/sft", recipe({**SFT, "train.resume": True}))
     save(tmp_path / "out/first/stages/sft/checkpoints", "no ranks", "another")
-    adopt_checkpoint(later)
+    adopt_checkpoint(later, later.fingerprint)
     assert "passed over" not in caplog.text and "so this one starts at step 0" in caplog.text
 
 
@@ -170,7 +170,7 @@ def test_a_worker_sends_heartbeats_while_it_hashes_the_checkpoint_of_another_run
     load_checkpoint(folder / "step_1/policy", make_state(), lambda: beats.append(None))
     assert len(beats) == num_files
     later.progress.beat = lambda: beats.append(None)  # type: ignore[method-assign]
-    adopt_checkpoint(later)
+    adopt_checkpoint(later, later.fingerprint)
     assert len(beats) == 2 * num_files
 
 
@@ -189,7 +189,7 @@ def test_a_checkpoint_that_its_own_run_deletes_meanwhile_is_passed_over(
         link(source, target)
 
     monkeypatch.setattr(resume_from, "link_or_copy", delete_first)
-    adopt_checkpoint(later)
+    adopt_checkpoint(later, later.fingerprint)
     assert "step_2 is passed over: step_2 is gone" in caplog.text
     assert [path.name for path in (later.path / "checkpoints").iterdir()] == ["step_1"]
     monkeypatch.setattr(resume, "sha256", lambda file: file.with_name("deleted").read_bytes())
@@ -215,7 +215,7 @@ def test_the_media_of_the_samples_come_along(tmp_path: Path) -> None:
     (earlier / "completions").mkdir()
     (earlier / "completions/step_000001.jsonl").write_text("{}\n")
     (earlier / "completions/.step_000002.jsonl.7.tmp").write_text("{")  # of the other run, which still trains
-    adopt_checkpoint(later)
+    adopt_checkpoint(later, later.fingerprint)
     [media] = json.loads((later.path / "samples.jsonl").read_text())["media"]
     assert (later.path / media).read_bytes() == b"png"
     assert [path.name for path in (later.path / "completions").iterdir()] == ["step_000001.jsonl"]
@@ -235,7 +235,7 @@ def test_who_is_killed_while_a_checkpoint_is_adopted_adopts_the_metrics_all_the_
     for is_killed in (True, False):
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) if is_killed else nullcontext():
             patched.setattr(resume_from.shutil, "copy2", kill if is_killed else shutil.copy2)
-            adopt_checkpoint(later)
+            adopt_checkpoint(later, later.fingerprint)
     assert (later.path / "metrics.jsonl").read_text() == (earlier / "metrics.jsonl").read_text()
 
 
@@ -250,7 +250,7 @@ def test_a_disk_that_is_full_while_a_checkpoint_is_copied_is_one_line(
 
     monkeypatch.setattr(resume_from, "link_or_copy", refuse)
     with pytest.raises(StageFailed, match=r"^disk full while saving a copy of .*/step_1; the original is intact; free"):
-        adopt_checkpoint(later)
+        adopt_checkpoint(later, later.fingerprint)
 
 
 @pytest.mark.parametrize("moment", ["load_state", "allocate_tensors", "_read_json_values"])
@@ -282,7 +282,7 @@ def test_a_checkpoint_that_its_own_run_deletes_is_no_error_where_it_is_only_name
         return content
 
     monkeypatch.setattr(resume_from, "read_manifest", delete_after)
-    adopt_checkpoint(later)
+    adopt_checkpoint(later, later.fingerprint)
     assert "so this one starts at step 0" in caplog.text
 
 

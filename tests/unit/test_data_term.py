@@ -185,7 +185,7 @@ def test_fewer_rows_than_a_step_has_are_told() -> None:
     recipe = Recipe.model_validate({"train": {"train_policy": {"type": "grpo", "data_term": term}}})
     for num_rows, expected in ((12, "data_term has 12 rows, fewer than"), (13, "None")):
         splits = {"validation": {}, "data_term": {"rows": num_rows}}
-        errors = check._check_row_counts(recipe, 10_000, splits, [])
+        errors = check._check_row_counts(recipe.train, recipe.group_size, 10_000, splits, [])
         assert expected in str(errors.get("too_few")), num_rows
 
 

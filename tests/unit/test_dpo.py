@@ -228,14 +228,14 @@ def test_the_reference_is_computed_once_for_the_pairs_that_are_trained(
     monkeypatch.setattr(reference, "compute_pair_logprobs", counted)
     places = np.arange(NUM_PAIRS)
     with pytest.raises(Preempted, match="reference log-probabilities of 8 of 12 rows"):
-        reference.reference_logprobs(at, rank, pairs, "train", places)
+        reference.reference_logprobs(at, rank, pairs, "train", places, at.fingerprint)
     at.stop_requested = False
-    found = reference.reference_logprobs(at, rank, pairs, "train", places)
+    found = reference.reference_logprobs(at, rank, pairs, "train", places, at.fingerprint)
     assert calls == [4, 4, 4]
-    again = reference.reference_logprobs(at, rank, pairs, "train", places)
+    again = reference.reference_logprobs(at, rank, pairs, "train", places, at.fingerprint)
     assert len(calls) == 3 and np.array_equal(found, again)
     at.fingerprint = "0" * 64  # another model or other settings
-    reference.reference_logprobs(at, rank, pairs, "train", places)
+    reference.reference_logprobs(at, rank, pairs, "train", places, at.fingerprint)
     assert len(calls) == 6
     feed = row_feed(pairs, at.recipe)
     trained = {tuple(sample.input_ids) for step in range(2) for sample in feed.samples(step)[0]}

@@ -65,10 +65,10 @@ def counts(model: Path, recipe_: Recipe, prepared: Path | None = None) -> Traini
     """Return the estimate of a `counted` recipe with its own rows, steps and sizes, but the memory of the first one of
     this model, algorithm and reference: a trace is what takes long."""
 
-    def trace_once(recipe: Recipe, path: str, *rest: Any) -> Any:
-        key = path, recipe.train.train_policy.trainer_type, recipe.train.train_policy.auxiliary_model_names
+    def trace_once(algorithm: Any, train: Any, policy: Any, path: str, *rest: Any) -> Any:
+        key = path, train.train_policy.trainer_type, train.train_policy.auxiliary_model_names
         if key not in _TRACES:
-            _TRACES[key] = _trace_memory(recipe, path, *rest)
+            _TRACES[key] = _trace_memory(algorithm, train, policy, path, *rest)
         return _TRACES[key]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -161,7 +161,7 @@ def sharded(memory: StepMemory, recipe: Recipe) -> StepMemory:
 
 
 def kv_cache(config: Qwen3Config, recipe: Recipe) -> int | None:
-    return kv_cache_bytes(config, recipe, recipe.rollout.batch_size, 60)
+    return kv_cache_bytes(config, recipe.rollout, recipe.train, recipe.rollout.batch_size, 60)
 
 
 def test_a_mesh_divides_what_it_shards() -> None:

@@ -285,10 +285,10 @@ def test_resume_true_takes_over_what_another_mesh_left(inputs: Path, tmp_path: P
     other.fingerprint = "0" * 64
     write_json(earlier.path / "fingerprint.json", prints(earlier.fingerprint, 2))
     write_json(other.path / "fingerprint.json", prints(other.fingerprint, 1, rate=1e-4))
-    adopt_checkpoint(other)
+    adopt_checkpoint(other, other.fingerprint)
     assert not (other.path / "checkpoints").exists()
     write_json(other.path / "fingerprint.json", prints(other.fingerprint, 1))
-    adopt_checkpoint(other)
+    adopt_checkpoint(other, other.fingerprint)
     assert resume_obstacle(other.path / "checkpoints", 3, other.fingerprint) is None
     assert resume_obstacle(earlier.path / "checkpoints", 3, earlier.fingerprint) is None
     assert curve(other) == curve(earlier)
@@ -311,7 +311,7 @@ def test_the_best_step_of_the_interrupted_run_comes_along(inputs: Path, tmp_path
     assert kept(earlier) == [1, 2, 4]
     later = stage(tmp_path / "out/second/stages/sft", inputs)
     later.fingerprint = "f"
-    adopt_checkpoint(later)
+    adopt_checkpoint(later, later.fingerprint)
     assert kept(later) == [2, 4]
 
 
@@ -321,7 +321,7 @@ def test_resume_true_begins_anew_where_no_run_has_the_same_settings_and_says_so(
     shutil.copytree(interrupted, tmp_path / "first")
     later = stage(tmp_path / "second/stages/sft", inputs, resume=True)
     later.fingerprint = "0" * 64
-    adopt_checkpoint(later)
+    adopt_checkpoint(later, later.fingerprint)
     assert not (later.path / "checkpoints").exists()
     policy = tmp_path / "first/stages/sft/checkpoints/step_3/policy"
     assert caplog.messages[-1] == (

@@ -20,7 +20,13 @@ from cosmos_core.rewards.base import full_reward
 from cosmos_core.run.workspace import Workspace
 from cosmos_core.sample.records import SampledPrompt, ScoredCompletion
 from cosmos_core.sample.selection import compute_pass_rate
-from cosmos_core.train.measure import CompletionValidation, completion_metrics, pass_at_k, row_metrics
+from cosmos_core.train.measure import (
+    CompletionValidation,
+    completion_metrics,
+    make_completion_settings,
+    pass_at_k,
+    row_metrics,
+)
 from cosmos_core.train.pass_rates import PassRates
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.unit.test_train import GRPO, make_stage, recipe
@@ -61,7 +67,8 @@ def completions(folder: Path, engine: Any, score: Score) -> CompletionValidation
         return [ScoredGroup(group, (score,) * len(group.completions)) for group in groups]
 
     prompts: Any = PROMPTS
-    return CompletionValidation(prompts, engine, lambda *_: scored, make_stage(folder, "rl", recipe(GRPO)))
+    settings = make_completion_settings(recipe(GRPO))
+    return CompletionValidation(prompts, engine, scored, settings, make_stage(folder, "rl", recipe(GRPO)))
 
 
 def test_each_validation_draws_with_the_same_seeds(tmp_path: Path) -> None:

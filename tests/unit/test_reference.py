@@ -55,4 +55,4 @@ def test_a_check_refuses_settings_that_are_not_those_of_the_adapter(task: Path, 
     config = adapted(recipe(SFT), lora_path=str(task / "adapter"), r=16)
     stage = make_stage(tmp_path / "sft", "sft", config, task / "task/model")
     with pytest.raises(ConfigError, match=r"policy\.lora\.r = 16, but the adapter in lora_path has 4"):
-        _check_model(stage)
+        _check_model(stage.recipe.policy, stage.recipe.train, stage.kind, stage.model)

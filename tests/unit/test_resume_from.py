@@ -78,9 +78,9 @@ def test_steps_of_another_size_are_reported_because_rows_are_then_skipped_or_rep
 ) -> None:
     config = recipe(now)
     policy = checkpoint(tmp_path / "first", {"config": earlier})
-    warn_of_other_step_size(policy, config)
+    warn_of_other_step_size(policy, config.train, config.group_size)
     assert caplog.messages == ([f"train.resume = '{policy}': {told}"] if told else [])
     policy = checkpoint(tmp_path / "second", {"config": earlier}, {"drawn": 32})  # dynamic sampling saves the position
     caplog.clear()
-    warn_of_other_step_size(policy, config)
+    warn_of_other_step_size(policy, config.train, config.group_size)
     assert caplog.messages == []

@@ -235,8 +235,8 @@ def test_samples_that_show_images_are_kept_as_they_are() -> None:
 
 def test_prompts_that_fill_no_step_are_left_out_unless_a_filter_takes_them_in_the_next_epoch() -> None:
     settings = {**SEED, "train.train_batch_per_replica": 8, "rollout.n_generation": 4}
-    assert "1 of 5 rows fill no batch of 2" in unused_rows_message(recipe(settings), 5)
-    assert unused_rows_message(recipe({**settings, "train.train_policy.variant": "dapo"}), 5) == ""
+    assert "1 of 5 rows fill no batch of 2" in unused_rows_message(recipe(settings).train, 4, 5)
+    assert unused_rows_message(recipe({**settings, "train.train_policy.variant": "dapo"}).train, 4, 5) == ""
 
 
 @pytest.mark.parametrize(("batch", "feed"), [(4, RolloutFeed), (3, SplitGroupFeed)])

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from cosmos_core.run.workspace import Workspace
 from cosmos_core.train import setup
-from cosmos_core.train.measure import CompletionValidation
+from cosmos_core.train.measure import CompletionValidation, make_completion_settings
 from tests.effects.change import GRPO, SFT, Settings, recipe
-from tests.unit.test_train import make_stage
 
 
 @pytest.mark.parametrize(("settings", "levels"), [(SFT, [2, 2]), (GRPO, [1])])
@@ -22,8 +22,10 @@ def test_it_gives_its_memory_to_the_training_from_the_start_and_after_a_validati
     engine = SimpleNamespace(sleep=lambda level: slept.append(level), wake=lambda: None)
     generation: Any = SimpleNamespace(engine=engine, publish=lambda step: None)
     monkeypatch.setattr(setup.measure.CompletionValidation, "log_metrics", lambda self, step, groups: {})
-    stage = make_stage(tmp_path, "rl", recipe(settings))
-    completions = CompletionValidation([], generation.engine, lambda *_: lambda groups: [], stage)
-    has_rollouts = stage.recipe.train.train_policy.has_rollouts
+    found, workspace = recipe(settings), Workspace(tmp_path)
+    completions = CompletionValidation(
+        [], generation.engine, lambda groups: [], make_completion_settings(found), workspace
+    )
+    has_rollouts = found.train.train_policy.has_rollouts
     setup._completion_metrics_fn(completions, generation, has_rollouts=has_rollouts)(1)
     assert slept == levels
