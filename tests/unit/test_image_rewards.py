@@ -214,7 +214,9 @@ def _save_processor(folder: Path) -> None:
     Mask2FormerImageProcessorPil(size={"height": 64, "width": 64}).save_pretrained(folder)
 
 
-def test_cosmos_reason1_reads_patches_as_the_models_own_processor_does(tmp_path: Path) -> None:
+def test_cosmos_reason1_reads_patches_as_the_models_own_processor_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save_vlm("qwen2.5-vl", tmp_path)
     reward = CosmosReason1Reward(RewardModelSettings(str(folder), options={"system_prompt": "Look."}))
     size = reward._model.config.vision_config.patch_size * reward._model.config.vision_config.spatial_merge_size
@@ -231,6 +233,12 @@ def test_cosmos_reason1_reads_patches_as_the_models_own_processor_does(tmp_path:
     assert columns["prediction"][0] == ("Bad" if yes > no else "Good")
     assert columns["no_score"][0] != columns["no_score"][1]
     assert cosmos_reason1.fit_size((1000, 2000), 28, 28 * 28 * 100) == (196, 392)
+    counts: list[int] = []
+    monkeypatch.setattr(cosmos_reason1, "_MAX_FRAMES", 4)
+    extract = reward.extract_patches
+    monkeypatch.setattr(reward, "extract_patches", lambda frames: counts.append(len(frames)) or extract(frames))
+    reward.score([RewardInput("p", video[:4]), RewardInput("p", video)])
+    assert counts == [4, 3], "at most so many, and all if there are no more"
 
 
 def test_unified_reward_asks_a_judge_and_takes_no_number_for_none() -> None:
