@@ -95,6 +95,11 @@ def test_arguments_may_hold_the_tag_that_ends_thoughts(thoughts: str) -> None:
     assert parse_sharegpt_calls(f"{thoughts}{json.dumps(call)}") == expected
 
 
+@pytest.mark.parametrize("text", ["[]", "f(x)", '["f"]', '{"name": "f"}', None])
+def test_a_turn_of_calls_that_holds_none_is_text(text: str | None) -> None:
+    assert parse_sharegpt_calls(text) is None
+
+
 @pytest.mark.parametrize(("arguments", "written"), [("", "{}"), ("{}", "{}"), ("Paris", '"Paris"'), ("[1]", '"[1]"')])
 def test_no_arguments_are_an_empty_object_and_what_is_no_object_stays(arguments: str, written: str) -> None:
     assert learned_of(openai(arguments), AS_JSON) == [f"weather({written})<|im_end|>"]
