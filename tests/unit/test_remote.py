@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import tomllib
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
+from botocore.exceptions import ClientError, HTTPClientError
 
 from cosmos_core import cli_train
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.errors import Cancelled, ConfigError, DataError, UploadError
+from cosmos_core.errors import ConfigError, DataError, UploadError
 from cosmos_core.launch.check import check_stages_in_worker
 from cosmos_core.launch.estimate import estimate_stages_in_worker
 from cosmos_core.launch.worker import AttemptSettings
@@ -317,23 +315,29 @@ def test_an_etag_that_is_no_md5_is_not_compared(tmp_path: Path, proxy: Proxy, mo
     assert Bucket("models").read("azure/weights") == b"weights"
 
 
-def test_an_account_that_may_not_list_parts_sends_again_what_broke_off(
-    tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("fault", "num_parts_sent_again"), [("503", 1), ("501", 3), ("403", 3)])
+def test_parts_are_sent_again_only_if_the_store_does_not_list_them(
+    tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, fault: str, num_parts_sent_again: int
 ) -> None:
     monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1000)
-    file, calls = tmp_path / "weights", itertools.count()
+    file, key = tmp_path / "weights", f"parts-{fault}"
     file.write_bytes(random.Random(0).randbytes(3000))
-    proxy.reset(lambda request: "403" if request.method == "GET" and "upload" in urlsplit(request.path).query else "")
 
-    def pause() -> None:
-        if next(calls) == 2:  # before a part
-            raise Cancelled("its flow run was cancelled")
+    def send() -> None:
+        transfer = FileTransfer(Bucket("models"), UploadJournal(tmp_path / "journal"), part_bytes=1000)
+        transfer.send({key: (file, sha256(file))})
 
-    for check in (pause, lambda: None):
-        transfer = FileTransfer(Bucket("models"), UploadJournal(tmp_path / "journal"), check, part_bytes=1000)
-        with pytest.raises(Cancelled) if check is pause else nullcontext():
-            transfer.send({"parts": (file, sha256(file))})
-    assert Bucket("models").read("parts") == file.read_bytes()
+    proxy.reset(lambda request: "reset" if request.part == 3 else "")
+    with pytest.raises(HTTPClientError):
+        send()
+    proxy.reset(lambda request: fault if request.method == "GET" and "uploadId=" in request.path else "")
+    if fault == "503":
+        with pytest.raises(ClientError, match="SlowDown"):
+            send()
+        proxy.reset()
+    send()
+    assert sum(request.part > 0 for request in proxy.requests) == num_parts_sent_again
+    assert Bucket("models").read(key) == file.read_bytes()
 
 
 def test_half_of_the_credentials_is_one_line_and_a_token_alone_hides_no_file(

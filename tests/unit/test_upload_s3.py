@@ -11,7 +11,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -332,31 +332,6 @@ def test_after_a_kill_no_part_that_arrived_is_sent_again(tmp_path: Path, target:
         "Uploads", []
     )
     assert left == []
-
-
-@pytest.mark.parametrize(("fault", "num_parts_sent_again"), [("503", 1), ("501", 3), ("403", 3)])
-def test_parts_are_sent_again_only_if_they_are_not_listed(
-    tmp_path: Path, target: S3Target, proxy: Proxy, fault: str, num_parts_sent_again: int
-) -> None:
-    folder, record = model(tmp_path / "m", size=3 * PART)
-
-    def stop_after_two_parts() -> None:
-        if len({request.part for request in list(proxy.requests)} - {0}) == 2:
-            raise Cancelled("its flow run was cancelled")
-
-    proxy.reset(lambda request: "reset" if request.part == 3 else "")
-    target.prepare_upload(tmp_path, stop_after_two_parts)
-    with pytest.raises((Cancelled, UploadError)):
-        target.publish(folder, "v1", record)
-    proxy.reset(lambda request: fault if request.method == "GET" and "uploadId=" in request.path else "")
-    target.prepare_upload(tmp_path, lambda: None)
-    with pytest.raises(UploadError, match="SlowDown; the pointer was not moved") if fault == "503" else nullcontext():
-        target.publish(folder, "v1", record)
-    if fault == "503":
-        proxy.reset()
-        target.publish(folder, "v1", record)
-    assert sum(request.part > 0 for request in proxy.requests) == num_parts_sent_again
-    assert target.published() == record
 
 
 def test_two_machines_that_send_the_same_content_do_not_end_what_the_other_has_begun(
