@@ -127,6 +127,15 @@ def test_a_part_of_a_key_with_a_dot_is_quoted_as_in_an_override(tmp_path: Path) 
     assert any(lora[1] in notice and "no effect on stage 'sft'" in notice for notice in pipeline.notices)
 
 
+def test_a_key_of_a_grid_needs_no_quotes(tmp_path: Path) -> None:
+    quoted, plain = (
+        swept(tmp_path, f"grid = {{ {key} = [1, 2] }}, {MEASURED}").stage("sft").sweep
+        for key in ('"train.seed"', "train.seed")
+    )
+    assert quoted is not None and quoted == plain
+    assert [branch.settings for branch in quoted.branches] == [{"train.seed": 1}, {"train.seed": 2}]
+
+
 def test_a_larger_grid_leaves_the_branches_that_were_there_what_they_are(tmp_path: Path) -> None:
     small, large = (swept(tmp_path, f'grid = {{ {RATES}, "train.seed" = {s} }}, {MEASURED}') for s in ([1], [1, 2]))
     branches = [name for name in graph(small) if name.startswith(("sft-", "measure-"))]
