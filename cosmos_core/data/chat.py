@@ -187,7 +187,7 @@ class ToolResultTokens:
                 rendered_call = rendered_call[common_prefix_length(rendered_prompt, rendered_call) :]
                 if parse_tool_calls(rendered_call) == [expected_call]:
                     return
-                unparsable_call = rendered_call if expected_call.name in rendered_call else unparsable_call
+                unparsable_call = unparsable_call or rendered_call * (expected_call.name in rendered_call)
         if unparsable_call:
             raise ModelError(
                 f"{_CONFIG_KEY}.enable_tools: the chat template of {self._tokenizer.name_or_path!r} writes a tool "

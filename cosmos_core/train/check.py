@@ -19,7 +19,6 @@ from cosmos_core.algorithms.registry import algorithm_class
 from cosmos_core.checkpoint.resume import check_checkpoint
 from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.schema.lora import LoraConfig
-from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.pipeline import BLOCK_PREFIX
 from cosmos_core.config.schema.policy import PolicyConfig
@@ -30,6 +29,7 @@ from cosmos_core.data import prepare
 from cosmos_core.data.chat import ToolResultTokens, make_prompt_rendering
 from cosmos_core.data.prepare import read_stop_tokens
 from cosmos_core.data.prepared import DATA_TERM_SPLIT, HELD_OUT_REMEDY, has_images, preview_rows
+from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.errors import DataError, ModelError, RewardError
 from cosmos_core.models.balance import load_balancing_settings
 from cosmos_core.models.freeze import mark_trained_weights
@@ -111,7 +111,7 @@ def run(stage: Stage) -> Outcome:
                 refusal_message = f"vLLM refuses to load {', '.join(refused_keys)}"
                 raise ModelError(f"{stage.model}/{GENERATION_CONFIG_FILE}: {refusal_message}; remove it there")
             check_engine(rollout.backend, config, stage.model, tp_size=rollout.parallelism.tp_size)
-            report_lines += _check_tools(rollout.multi_turn_config, tokenizer, stage.model, revision)
+            report_lines += _check_tools(stage, tokenizer)
         if stage.kind.trains_model:
             processor_contents = processor_files(stage.model, revision, stage.recipe.policy.chat_template)
             check_export_possible(config, tokenizer, stage.model, processor_contents)
@@ -291,14 +291,21 @@ def _group_splits_by_rewards(stage: StageContext) -> list[tuple[RewardConfig, li
     return list(rewards_and_splits_by_key.values())
 
 
-def _check_tools(
-    multi_turn_config: MultiTurnRolloutConfig, tokenizer: PreTrainedTokenizerBase, model: str, revision: str | None
-) -> list[str]:
+def _check_tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Load the tools that the policy may call, and check that the chat template can render the results of tools."""
+    multi_turn_config = stage.recipe.rollout.multi_turn_config
     if not multi_turn_config.enable or not multi_turn_config.enable_tools:
         return []
-    ToolResultTokens(tokenizer, make_prompt_rendering(multi_turn_config), read_stop_tokens(model, revision, tokenizer))
-    return [f"tools {', '.join(tool_paths_by_name(multi_turn_config.enabled_tools))}"]
+    stop_tokens = read_stop_tokens(stage.model, stage.recipe.policy.model_revision, tokenizer)
+    ToolResultTokens(tokenizer, make_prompt_rendering(multi_turn_config), stop_tokens)
+    tool_names = tool_paths_by_name(multi_turn_config.enabled_tools)
+    report_line = f"tools {', '.join(tool_names)}"
+    rows = [prompt["metadata"] for split in read_checked_prompts(stage.path, stage.data).values() for prompt in split]
+    described_tools = [tool.get("function", tool) for row in rows for tool in read_tools(row, "tools") or ()]
+    if missing_names := sorted({str(tool.get("name")) for tool in described_tools} - tool_names.keys()):
+        report_line += f"; rows describe {', '.join(missing_names)} in their column `tools`, whose calls all fail: "
+        report_line += "rollout.multi_turn_config.tools does not name it"
+    return [report_line]
 
 
 def _describe_rows(statistics_by_split: dict[str, Any], max_length: int, unread_columns_clause: str) -> list[str]:

@@ -9,6 +9,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from cosmos_core.data.chat import PromptRendering, ToolResultTokens
 from cosmos_core.errors import ModelError
+from cosmos_core.run.files import write_json
+from cosmos_core.run.stage import CHECKED_PROMPTS_FILE
 from cosmos_core.train.check import run
 from tests.effects.change import GRPO, recipe, stage_of
 from tests.unit.tiny_model import save_tiny_model
@@ -19,6 +21,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 HERMES = '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": ARGUMENTS}\n</tool_call>'
+
+SETTINGS = {
+    **GRPO, "train.train_policy.bypass_reward": True, "rollout.backend": "hf", "policy.model_max_length": 64,
+    "rollout.multi_turn_config": {"enable": True, "enable_tools": True},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +73,15 @@ def test_the_form_is_checked_where_no_reward_is_called_too(tmp_path: Path) -> No
     """As in a distillation, whose completions a teacher judges."""
     model = save_tiny_model(tmp_path / "model")
     (model / "chat_template.jinja").write_text(TEMPLATE.replace("CALL", "[TOOL_CALLS] [{{ c.function | tojson }}]"))
-    settings = {
-        **GRPO, "train.train_policy.bypass_reward": True, "rollout.backend": "hf", "policy.model_max_length": 64,
-        "rollout.multi_turn_config": {"enable": True, "enable_tools": True},
-    }  # fmt: skip
     with pytest.raises(ModelError, match=r"enable_tools: the chat template .* writes a tool call as .*TOOL_CALLS"):
-        run(stage_of(tmp_path / "stage", recipe(settings), kind="rl", model=model))
+        run(stage_of(tmp_path / "stage", recipe(SETTINGS), kind="rl", model=model))
+
+
+def test_tools_that_only_rows_describe_are_named(tmp_path: Path) -> None:
+    """The column `tools` is what the policy is told, but functions that the recipe does not name cannot be called."""
+    model = save_tiny_model(tmp_path / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE.replace("CALL", ""))
+    stage = stage_of(tmp_path / "stage", recipe(SETTINGS), kind="rl", model=model)
+    rows = [{"metadata": {"tools": [{"type": "function", "function": {"name": "look_up"}}]}}, {"metadata": {}}]
+    write_json(stage.path / CHECKED_PROMPTS_FILE, {"train": rows})
+    assert "rows describe look_up in their column `tools`" in run(stage).info["found"]
