@@ -151,6 +151,18 @@ def test_a_stage_is_named_by_the_id_of_its_run_and_a_folder_may_be_a_number(
     assert str(cli_train._make_recipe_path(asked, "")) == "rows-sft.toml", "no option of cosmos run"
 
 
+def test_a_stage_without_a_model_and_one_whose_result_is_damaged_are_no_model(tmp_path: Path) -> None:
+    stages = [tmp_path / f"1/stages/{name}" for name in ("prepare", "sample", "damaged")]
+    for stage in stages:
+        stage.mkdir(parents=True)
+    for stage, outcome in zip(stages, (Outcome(), Outcome(info={"model": ""})), strict=False):
+        commit_manifest(stage, outcome, kind="prepare", fingerprint="f", inputs={})
+    (stages[2] / "result.json").write_text("{")
+    for stage in stages:
+        with pytest.raises(ConfigError, match=f"^1/stages/{stage.name}: this stage made no model$"):
+            cli_train._resolve_model(f"1/stages/{stage.name}", tmp_path)
+
+
 def test_a_home_folder_that_no_shell_has_expanded_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cli_train._resolve_model("~/model", Path("outputs")) == f"{tmp_path}/model"
