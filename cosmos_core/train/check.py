@@ -19,6 +19,7 @@ from cosmos_core.algorithms.registry import algorithm_class
 from cosmos_core.checkpoint.resume import check_checkpoint
 from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.schema.lora import LoraConfig
+from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.pipeline import BLOCK_PREFIX
 from cosmos_core.config.schema.policy import PolicyConfig
@@ -111,7 +112,8 @@ def run(stage: Stage) -> Outcome:
                 refusal_message = f"vLLM refuses to load {', '.join(refused_keys)}"
                 raise ModelError(f"{stage.model}/{GENERATION_CONFIG_FILE}: {refusal_message}; remove it there")
             check_engine(rollout.backend, config, stage.model, tp_size=rollout.parallelism.tp_size)
-            report_lines += _check_tools(stage, tokenizer)
+            prompts_by_split = read_checked_prompts(stage.path, stage.data)
+            report_lines += _check_tools(rollout.multi_turn_config, tokenizer, stage.model, revision, prompts_by_split)
         if stage.kind.trains_model:
             processor_contents = processor_files(stage.model, revision, stage.recipe.policy.chat_template)
             check_export_possible(config, tokenizer, stage.model, processor_contents)
@@ -291,16 +293,17 @@ def _group_splits_by_rewards(stage: StageContext) -> list[tuple[RewardConfig, li
     return list(rewards_and_splits_by_key.values())
 
 
-def _check_tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _check_tools(
+    multi_turn_config: MultiTurnRolloutConfig, tokenizer: PreTrainedTokenizerBase, model: str, revision: str | None,
+    prompts_by_split: Mapping[str, Any],
+) -> list[str]:  # fmt: skip
     """Load the tools that the policy may call, and check that the chat template can render the results of tools."""
-    multi_turn_config = stage.recipe.rollout.multi_turn_config
     if not multi_turn_config.enable or not multi_turn_config.enable_tools:
         return []
-    stop_tokens = read_stop_tokens(stage.model, stage.recipe.policy.model_revision, tokenizer)
-    ToolResultTokens(tokenizer, make_prompt_rendering(multi_turn_config), stop_tokens)
+    ToolResultTokens(tokenizer, make_prompt_rendering(multi_turn_config), read_stop_tokens(model, revision, tokenizer))
     tool_names = tool_paths_by_name(multi_turn_config.enabled_tools)
     report_line = f"tools {', '.join(tool_names)}"
-    rows = [prompt["metadata"] for split in read_checked_prompts(stage.path, stage.data).values() for prompt in split]
+    rows = [prompt["metadata"] for prompts in prompts_by_split.values() for prompt in prompts]
     described_tools = [tool.get("function", tool) for row in rows for tool in read_tools(row, "tools") or ()]
     if missing_names := sorted({str(tool.get("name")) for tool in described_tools} - tool_names.keys()):
         report_line += f"; rows describe {', '.join(missing_names)} in their column `tools`, whose calls all fail: "
