@@ -237,6 +237,7 @@ def test_a_store_that_alters_every_object_gets_no_pointer(tmp_path: Path, target
     with pytest.raises(UploadError, match=r"v2/model.safetensors arrived altered 3 times: its sha256 is not that of"):
         target.publish(folder, "v2", second)
     assert target.history() == ["v1"]
+    assert "model.safetensors" not in content(target, "v2"), "what arrived altered is not left there"
 
 
 @pytest.mark.parametrize(
