@@ -155,6 +155,7 @@ class AlgorithmConfig(Table):
         return ()
 
     @field_validator("dataloader_prefetch_factor")
+    @classmethod
     def _require_workers_for_prefetch(cls, prefetch_factor: int | None, info: ValidationInfo) -> int | None:
         return prefetch_factor if info.data.get("dataloader_num_workers") else None
 
@@ -187,6 +188,7 @@ class AlgorithmConfig(Table):
         return self
 
     @model_validator(mode="before")
+    @classmethod
     def _refuse_keys_of_other_algorithms(cls, table: Any) -> Any:
         """Refuse a key of another algorithm with a message that names that algorithm."""
         for name in (name for name in table if name not in cls.model_fields) if isinstance(table, dict) else ():

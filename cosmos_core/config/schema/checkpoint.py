@@ -51,12 +51,14 @@ class CheckpointConfig(Table):
         return {stage_suffix: url for stage_suffix, url in urls_by_suffix.items() if url}
 
     @field_validator("max_keep")
+    @classmethod
     def _require_one_checkpoint(cls, max_keep: int) -> int:
         if max_keep == 0 or max_keep < -1:
             raise ValueError(f"max_keep = {max_keep} must be -1 (all) or at least 1")
         return max_keep
 
     @field_validator("upload_s3")
+    @classmethod
     def _normalise_upload_setting(cls, upload_setting: bool | str) -> bool | str:
         if upload_setting not in {False, "", "final", "all"}:
             raise ValueError(f"upload_s3 = {upload_setting!r} must be false, 'final' or 'all'")

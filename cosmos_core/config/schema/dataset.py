@@ -85,6 +85,7 @@ class RowsConfig(Table):
             yield f"{rows_key}.pass_rates: the rates of prompts to complete (RL); rows to learn have a column pass_rate"
 
     @field_validator("test_size")
+    @classmethod
     def _check_test_size(cls, size: int | float | None) -> int | float | None:
         if isinstance(size, bool) or (size is not None and (size < 0 or (isinstance(size, float) and size >= 1))):
             raise ValueError(f"test_size = {size} must be a count of at least 1 or a fraction between 0 and 1")

@@ -62,10 +62,12 @@ class DistillationConfig(Table):
     """Take the `top_k` tokens most likely under the teacher; False: under the policy before the train step."""
 
     @field_validator("top_k")
+    @classmethod
     def _disable_top_k_without_teacher(cls, top_k: int, info: ValidationInfo) -> int:
         return max(0, top_k) if info.data.get("enable") else 0
 
     @field_validator("trainer_token_ids_from_teacher")
+    @classmethod
     def _disable_teacher_ids_without_top_k(cls, takes_teacher_ids: bool, info: ValidationInfo) -> bool:
         return takes_teacher_ids and info.data.get("top_k", 0) > 0
 

@@ -40,6 +40,7 @@ class DpoLossConfig(Table):
     """Train without a reference, as Cosmos-RL: a reward is beta x log-probability. False: it is the initial model."""
 
     @field_validator("loss_type")
+    @classmethod
     def _check_loss_types(cls, loss_types: tuple[str, ...]) -> tuple[str, ...]:
         if not loss_types or not {*loss_types} <= {*get_args(DpoLossType)}:
             raise ValueError(f"loss_type = {list(loss_types)} must be of {', '.join(get_args(DpoLossType))}")

@@ -49,6 +49,7 @@ class FlowPolicyConfig(GrpoConfig):
         return "media" if self.learns_data else "media_prompts"
 
     @field_validator("mu_iterations")
+    @classmethod
     def _require_one_mu_iteration(cls, mu_iterations: int) -> int:
         if mu_iterations != 1:
             reason = "rollouts of diffusion models are learned once"

@@ -146,6 +146,7 @@ class GrpoConfig(RlConfig):
                 yield f"train.train_policy.algo = 'maxrl' ends the run at a reward below 0, which {name!r} can give"
 
     @field_validator("lower_bound_ratio")
+    @classmethod
     def _check_dual_clip_bound(cls, loss_bound: float) -> float:
         if loss_bound <= 1:
             raise ValueError(f"lower_bound_ratio = {loss_bound} must be greater than 1")
@@ -162,6 +163,7 @@ class GrpoConfig(RlConfig):
         return self
 
     @model_validator(mode="before")
+    @classmethod
     def _set_default_loss_type(cls, table: Any, info: ValidationInfo) -> Any:
         variant = table.get("variant") if isinstance(table, dict) and table.get("aipo_rho") is None else None
         if variant in {"gspo", "sapo"} and "loss_type" not in table:

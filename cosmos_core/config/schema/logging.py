@@ -41,6 +41,7 @@ class LoggingConfig(Table):
     `param_dtype`, measured on the ranks' devices at the start of the training."""
 
     @field_validator("logger")
+    @classmethod
     def _check_sinks(cls, sink_names: tuple[str, ...]) -> tuple[str, ...]:
         known_sinks = (CONSOLE_SINK, *list_defined_names(SINKS_FOLDER, "Sink"))
         normalised_names = tuple(name if is_import_path(name) else name.lower() for name in sink_names)

@@ -47,12 +47,14 @@ class LoraConfig(Table):
             yield "policy.lora.init_lora_weights = 'eva' needs data before the first step; use 'pissa' or true"
 
     @field_validator("target_modules")
+    @classmethod
     def _check_target_modules(cls, target_modules: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
         if isinstance(target_modules, str) and target_modules != "all-linear":
             raise ValueError(f"target_modules = {target_modules!r} must be 'all-linear' or a list of name fragments")
         return target_modules
 
     @field_validator("init_lora_weights")
+    @classmethod
     def _check_initialisation(cls, init_method: bool | str) -> bool | str:
         is_known_method = not isinstance(init_method, str) or init_method in _LORA_INIT_METHODS
         if not is_known_method and not re.fullmatch(r"pissa_niter_\d+", str(init_method)):

@@ -50,6 +50,7 @@ class MultiTurnRolloutConfig(Table):
         return self.tools if self.enable and self.enable_tools else ()
 
     @field_validator("continue_final_message")
+    @classmethod
     def _disable_message_continuation(cls, should_continue_message: bool, info: ValidationInfo) -> bool:
         if not (should_continue_message and info.data.get("enable_tools") and info.data.get("add_generation_prompt")):
             return should_continue_message

@@ -39,6 +39,7 @@ class ParallelismConfig(Table):
     """Maximum number of layers of a stage under `Interleaved1F1B`: fewer layers mean less idle time, more messages."""
 
     @field_validator("dp_shard_size")
+    @classmethod
     def _check_shard_size(cls, shard_size: int) -> int:
         if shard_size == 0 or shard_size < -1:
             raise ValueError(f"dp_shard_size = {shard_size} must be -1 (the rest of the world) or at least 1")

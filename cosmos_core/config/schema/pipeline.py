@@ -108,6 +108,7 @@ class StageConfig(Table):
             yield f"target = {self.target!r}: this version does not publish there; {remedy}"
 
     @field_validator("name")
+    @classmethod
     def _check_stage_name(cls, name: str) -> str:
         if not STAGE_NAME_PATTERN.fullmatch(name) or len(name) > MAX_STAGE_NAME_LENGTH:
             rule = f"at most {MAX_STAGE_NAME_LENGTH} letters, digits, - and _, and start with a letter or digit"
@@ -115,6 +116,7 @@ class StageConfig(Table):
         return name
 
     @field_validator("reward_service_pool")
+    @classmethod
     def _require_service_file(cls, service_pool: str, info: ValidationInfo) -> str:
         reward_service = info.data.get("reward_service", "")
         if service_pool and (not reward_service or reward_service.startswith(BLOCK_PREFIX)):
@@ -122,18 +124,21 @@ class StageConfig(Table):
         return service_pool
 
     @field_validator("checkpoint")
+    @classmethod
     def _check_checkpoint_name(cls, checkpoint: str) -> str:
         if checkpoint not in {"", "best"} and not (checkpoint.isascii() and checkpoint.isdigit() and int(checkpoint)):
             raise ValueError(f"checkpoint = {checkpoint!r} must be 'best' or the number of a train step")
         return checkpoint
 
     @field_validator("timeout")
+    @classmethod
     def _check_timeout(cls, timeout: str) -> str:
         if timeout and not duration_in_seconds(timeout):
             raise ValueError(f"timeout = {timeout!r} must be above 0; leave it out for no limit")
         return timeout
 
     @field_validator("require")
+    @classmethod
     def _check_conditions(cls, conditions: tuple[str, ...]) -> tuple[str, ...]:
         for condition in conditions:
             parse_condition(condition)
@@ -191,6 +196,7 @@ class PipelineConfig(Table):
     """Stages of the pipeline, in any order."""
 
     @field_validator("budget")
+    @classmethod
     def _check_budget_has_price(cls, budget: float | None, info: ValidationInfo) -> float | None:
         if budget is not None and info.data.get("price_per_gpu_hour") is None:
             raise ValueError(f"budget = {budget:g} needs price_per_gpu_hour, with which costs are computed")

@@ -224,6 +224,7 @@ class Recipe(Table):
         return (*self.reward_env, self.judge.key_env) if self.uses_judge else self.reward_env
 
     @model_validator(mode="before")
+    @classmethod
     def _select_sft_algorithm(cls, recipe_values: Any) -> Any:
         """Replace the algorithm `sft` by `diffusion_sft` (flow matching) if the model is a diffusion model."""
         recipe_tables: Any = recipe_values if isinstance(recipe_values, dict) else {}
@@ -306,6 +307,7 @@ class Recipe(Table):
         return mesh.tp_size == 1 and (policy.lora is None or not isinstance(self.train.train_policy, RlConfig))
 
     @field_validator("train")
+    @classmethod
     def _derive_distillation_settings(cls, train: TrainConfig, info: ValidationInfo) -> TrainConfig:
         distillation_config, train_policy = info.data.get("distillation"), train.train_policy
         if distillation_config is None or not distillation_config.enable or not isinstance(train_policy, RlConfig):
@@ -313,6 +315,7 @@ class Recipe(Table):
         return train.copy_with(train_policy=train_policy.with_bypassed_rewards().copy_with(rollout_as_token_ids=True))
 
     @field_validator("validation")
+    @classmethod
     def _inherit_remote_rewards(cls, validation: ValidationConfig, info: ValidationInfo) -> ValidationConfig:
         """Copy the settings of the reward service from training to validation if `[validation]` leaves them out."""
         train_config = info.data.get("train")

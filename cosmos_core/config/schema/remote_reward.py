@@ -26,6 +26,7 @@ class RewardFunctionConfig(Table):
     """Upper bound to which the function's score is clipped."""
 
     @field_validator("score_key")
+    @classmethod
     def _default_score_key(cls, score_key: str | None, info: ValidationInfo) -> str | None:
         return info.data.get("name") if score_key is None else score_key
 
@@ -65,6 +66,7 @@ class RemoteRewardConfig(Table):
     latents before they are sent, as Cosmos-RL's client does and its service requires; empty: pixels are sent."""
 
     @field_validator("reward_fns")
+    @classmethod
     def _check_repeated_functions(cls, functions: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
         if not functions:
             raise ValueError("reward_fns is empty; name at least one function of the service")

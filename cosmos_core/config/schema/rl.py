@@ -169,6 +169,7 @@ class RlConfig(AlgorithmConfig):
                 yield f"train.train_policy.{name} has no effect here: it is for variant = 'dapo'"
 
     @model_validator(mode="before")
+    @classmethod
     def _set_generated_reward(cls, policy_table: Any) -> Any:
         """Set the reward function `reasoning_gym` for generated rows unless the recipe sets another."""
         if not isinstance(policy_table, dict) or "reward_function" in policy_table:
@@ -200,10 +201,12 @@ class RlConfig(AlgorithmConfig):
         return self.copy_with(bypass_reward=True, reward_function={} if is_reward_default else self.reward_function)
 
     @field_validator("dataloader_batch_size")
+    @classmethod
     def _clamp_dataloader_batch_size(cls, batch_size: int) -> int:
         return max(0, batch_size)
 
     @model_validator(mode="before")
+    @classmethod
     def _report_ignored_outdated_steps(cls, policy: Any, info: ValidationInfo) -> Any:
         if isinstance(policy, dict) and policy.get("on_policy") is True and policy.get("allowed_outdated_steps"):
             full_key, outdated_steps = "train.train_policy.allowed_outdated_steps", policy["allowed_outdated_steps"]
@@ -211,14 +214,17 @@ class RlConfig(AlgorithmConfig):
         return policy
 
     @field_validator("allowed_outdated_steps")
+    @classmethod
     def _reset_outdated_steps_on_policy(cls, max_outdated_steps: int, info: ValidationInfo) -> int:
         return 0 if info.data.get("on_policy") else max_outdated_steps
 
     @field_validator("outdated_rollout_fetch_batch_size")
+    @classmethod
     def _set_default_fetch_size(cls, fetch_size: int, info: ValidationInfo) -> int:
         return _DAPO_MAX_EXTRA_PROMPTS if info.data.get("variant") == "dapo" and fetch_size <= 0 else fetch_size
 
     @field_validator("max_inflight_steps")
+    @classmethod
     def _increase_max_inflight_steps(cls, max_inflight_steps: int | None, info: ValidationInfo) -> int | None:
         min_inflight_steps = info.data.get("allowed_outdated_steps", 0) + 1
         if max_inflight_steps is None or max_inflight_steps >= min_inflight_steps:

@@ -236,6 +236,7 @@ class RolloutConfig(Table):
         return self.backend == "vllm"
 
     @field_validator("backend")
+    @classmethod
     def _replace_unknown_backend(cls, backend_name: str, info: ValidationInfo) -> str:
         if backend_name == "diffusion_nft_rollout":
             return "flow_sampler"

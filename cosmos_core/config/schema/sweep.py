@@ -38,6 +38,7 @@ class SweepConfig(Table):
     """Kind select: the branches to choose from; empty: each stage in its `after` is a branch. A grid sets this key."""
 
     @field_validator("grid")
+    @classmethod
     def _flatten_grid(cls, grid: dict[str, Any]) -> dict[str, Any]:
         flat_grid = flatten_nonempty_tables(grid)
         num_grid_points = 1

@@ -199,10 +199,12 @@ class TrainConfig(Table):
             yield f"validation.reward_function: {reason}; leave it out"
 
     @field_validator("transfer_dtype")
+    @classmethod
     def _default_to_master_dtype(cls, transfer_dtype: DType | None, info: ValidationInfo) -> DType | None:
         return info.data.get("master_dtype") if transfer_dtype is None else transfer_dtype
 
     @field_validator("train_policy")
+    @classmethod
     def _derive_policy_settings(cls, train_policy: AlgorithmConfig, info: ValidationInfo) -> AlgorithmConfig:
         """Make `mini_batch` divide the batch size, and allow rollouts as old as the interval between weight syncs."""
         batch_size, sync_interval = info.data.get("train_batch_per_replica"), info.data.get("sync_weight_interval", 1)
@@ -220,6 +222,7 @@ class TrainConfig(Table):
         return train_policy
 
     @field_validator("coalesce_weight_sync")
+    @classmethod
     def _disable_coalesced_sync(cls, coalesces_sync: bool, info: ValidationInfo) -> bool:
         train_policy = info.data.get("train_policy")
         if not coalesces_sync or not isinstance(train_policy, RlConfig):
@@ -230,10 +233,12 @@ class TrainConfig(Table):
         return True
 
     @field_validator("resume")
+    @classmethod
     def _normalise_resume_setting(cls, resume_setting: bool | str) -> bool | str:
         return False if resume_setting in {"", "None", "False"} else resume_setting
 
     @field_validator("optm_lr", "optm_impl")
+    @classmethod
     def _unwrap_single_item(cls, item_or_list: Any) -> Any:
         """Return the item of a list of one item (Cosmos-RL: a value per model part), any other value unchanged."""
         if isinstance(item_or_list, dict) and "global" not in item_or_list:
@@ -243,12 +248,14 @@ class TrainConfig(Table):
         return item_or_list[0] if isinstance(item_or_list, tuple) and len(item_or_list) == 1 else item_or_list
 
     @field_validator("optm_warmup_steps")
+    @classmethod
     def _normalise_warmup_steps(cls, num_steps: int | float) -> int | float:
         if num_steps < 0 or (isinstance(num_steps, float) and num_steps > 1 and num_steps != int(num_steps)):
             raise ValueError(f"optm_warmup_steps = {num_steps} must be a count of steps or a fraction up to 1.0")
         return int(num_steps) if isinstance(num_steps, float) and num_steps > 1 else num_steps
 
     @field_validator("signal_to_handle")
+    @classmethod
     def _check_signal_names(cls, signal_names: tuple[str, ...]) -> tuple[str, ...]:
         import signal
 
@@ -271,6 +278,7 @@ class TrainConfig(Table):
         return math.gcd(self.train_batch_per_replica, DEFAULT_MINI_BATCH) if mini_batch == "auto" else mini_batch
 
     @model_validator(mode="before")
+    @classmethod
     def _infer_policy_type(cls, train_table: Any) -> Any:
         """Set a missing `type` of `train_policy` as Cosmos-RL does: `grpo` if the table has a key of GRPO only."""
         policy_table = train_table.get("train_policy") if isinstance(train_table, dict) else None
