@@ -29,7 +29,8 @@ class AlgorithmConfig(Table):
     algorithm: ClassVar[str]
     """Value of `trainer_type` that selects the table."""
     rows: ClassVar[str]
-    """Kind of rows that the `prepare` stage makes for the algorithm: a file name in `cosmos_core/data/kinds/`."""
+    """Kind of rows that the `prepare` stage makes for the algorithm: the name of a file of
+    `cosmos_core/data/kinds/`."""
     num_sequences_per_row: ClassVar[int] = 1
     """Number of token sequences in a row."""
     allows_validation_completions: ClassVar[bool] = True

@@ -19,16 +19,19 @@ class CheckpointConfig(Table):
     save_freq_in_epoch: Annotated[int, FieldUnit("epochs"), ResultNeutral] = 0
     """Number of epochs between two checkpoints, in place of `save_freq`; 0 or less: off."""
     save_mode: Annotated[Literal["sync", "async"], ResultNeutral] = "async"
-    """Mode of saving. `async`: training continues while one checkpoint at a time is written. `sync`: it waits."""
+    """Mode of saving. `async`: training continues while a checkpoint is written, and at most one is written at a time.
+    `sync`: training waits."""
     max_keep: Annotated[int, FieldUnit("checkpoints"), ResultNeutral] = 5
     """Number of newest checkpoints to keep in addition to the best; -1: all."""
     export_safetensors: Annotated[bool, ResultNeutral] = True
-    """Add to a recipe without stages an `export` stage, which writes safetensors and verifies that they load."""
+    """Add an `export` stage to a recipe without stages: it writes the model in safetensors format and verifies that
+    the files can be loaded."""
     upload_hf: Annotated[bool, ResultNeutral] = False
     """Publish the export of the last training on the Hugging Face Hub, in a stage `NAME-hub` after it. A new repository
     is private; each run is a commit with a tag. The token is `HF_TOKEN` in the environment."""
     hf_repo_name: Annotated[str, EnabledBy("upload_hf"), ResultNeutral] = "Comos-Reason1"
-    """Repository on the Hub: `OWNER/NAME`, or `NAME` of the token's account; the default is spelt as in Cosmos-RL."""
+    """Repository on the Hub, `OWNER/NAME`, or `NAME` in the account of the token; the default is spelt as in
+    Cosmos-RL."""
     upload_s3: Annotated[bool | str, ResultNeutral] = False
     """Publish in an S3-compatible store: false, `final` (the export, in a stage `NAME-s3` after it) or `all` (also each
     checkpoint during the training). Credentials are environment variables: `PROD_S3_CHECKPOINT_*`, as in Cosmos-RL, or

@@ -19,7 +19,8 @@ class BenchmarkRowsConfig(Table):
 
     # `repr=False`, because the repr enters the fingerprint, which includes the content of the rows but not their name.
     name: Annotated[str, ResultNeutral, ReferenceKind.PATH, Field(min_length=1, repr=False)]
-    """Path, URL or Hub id of the rows, or `stage:NAME` of a stage that makes text; every text in them is compared."""
+    """Path, URL or Hub id of the rows, as in `dataset.name`, or `stage:NAME` of a stage that makes rows of text; every
+    text in every column is compared."""
     subset: str = ""
     """Configuration name of the data set on the Hub; empty: the default configuration."""
     revision: str = ""
@@ -58,7 +59,8 @@ class CleanConfig(Table):
     """Lowest Jaccard similarity of near duplicates, over pairs of consecutive words; a later row is a duplicate of an
     earlier one. 0: only rows of equal texts."""
     action: Literal["report", "drop"] = "report"
-    """Action on duplicates and on rows that contain a benchmark's text: `report` keeps them, `drop` leaves them out."""
+    """What happens to duplicates and to rows that contain a benchmark's text: `report` keeps them, `drop` leaves them
+    out."""
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if stage.recipe.policy.is_diffusers:

@@ -15,7 +15,8 @@ class DataTermConfig(Table):
     algorithm and variant. The seed and the step number determine the rows of a step, also if a run is resumed."""
 
     name: Annotated[str, ResultNeutral, ReferenceKind.PATH] = ""
-    """Path, URL or Hub id of a data set of conversations or texts, as in `dataset.name`; empty: no supervised loss."""
+    """Path, URL or Hub id of a data set of conversations or texts, as in `dataset.name`; empty: no supervised loss is
+    added."""
     subset: str = ""
     """Configuration name of the data set on the Hub; empty: the default configuration."""
     revision: str = ""

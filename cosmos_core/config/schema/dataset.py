@@ -41,7 +41,8 @@ class RowsConfig(Table):
     Hub id, a user's data set class, `path/file.py:Class`, or a generator of the package `reasoning-gym`, such as
     `reasoning-gym:chain_sum`; the fingerprint includes the content, or the version of the package."""
     arguments: Annotated[dict[str, Any], OmittedIfEmpty] = {}
-    """Arguments of the generator of `reasoning-gym:NAME`: `size` (default 500), `seed` (default 0), and its own."""
+    """Arguments of the generator of `reasoning-gym:NAME`: `size` (number of rows, 500 if left out), `seed` (0 if left
+    out), and those of the generator itself."""
     subset: str = ""
     """Configuration name of the data set on the Hub, or in the `configs` of a folder's README.md, or a sub-folder of
     the folder; empty: the default configuration, or the only sub-folder with data files of a folder that has none."""
@@ -51,7 +52,8 @@ class RowsConfig(Table):
     """Split or list of splits, concatenated in this order; empty: `train`, the only split of a single local file.
     `train[:48]`, `train[100:]` and `train[:10%]` select a part, as in `datasets`."""
     test_size: int | float | None = None
-    """Number, or fraction below 1, of rows to hold out if `validation.dataset.name` is empty. None or 0: no rows."""
+    """Number, or fraction below 1, of rows to hold out for validation if `validation.dataset.name` is empty. None or 0:
+    no rows."""
     max_skipped_fraction: Fraction = 0.01
     """Maximum fraction of rows that may be skipped because they cannot be read or the chat template refuses them; above
     it the `prepare` stage fails and reports the first such row. Rows without trained tokens do not count."""
@@ -103,8 +105,9 @@ class DatasetConfig(RowsConfig):
     """Resize images and clips to the nearest of the sizes that have the area of `policy.diffusers.inference_size` and
     an aspect ratio from 1:2 to 2:1; False: crop all of them to that size."""
     frame_sampling: Literal["random", "first", "middle", "uniform"] = "random"
-    """Rule that selects `policy.diffusers.train_frames` frames of a longer video: consecutive frames from a start that
-    the content determines (`random`), `first` or `middle` ones, or frames at equal distances (`uniform`)."""
+    """Rule that selects `policy.diffusers.train_frames` frames of a longer video: `random` (consecutive frames from a
+    start that the content of the video determines), `first` or `middle` (consecutive frames), or `uniform` (frames at
+    equal distances over the whole video)."""
 
 
 class SourceConfig(RowsConfig):
@@ -113,14 +116,16 @@ class SourceConfig(RowsConfig):
     label: str = ""
     """Name of the data set in metrics, such as `reward/LABEL/mean`; empty: the last part of `name`."""
     weight: PositiveFloat | None = None
-    """Weight of this data set among the training rows, relative to the others. None for all: by numbers of rows."""
+    """Weight of this data set among the training rows, relative to the weights of the others. None, which all data sets
+    must then have: by numbers of rows."""
     columns: dict[str, str] = {}
     """Columns of this data set in place of the algorithm's: `prompt = "question"` replaces `prompt_column_name`, and so
     for each key that ends with `_column_name`."""
     system_prompt: str | None = None
     """System prompt of this data set; None: that of the algorithm."""
     reward_function: RewardWeights = {}
-    """Reward functions of this data set; empty: those of the algorithm, or by default `reasoning_gym` if generated."""
+    """Reward functions of this data set; empty: those of the algorithm, or `reasoning_gym` for generated rows if the
+    algorithm's are left out."""
 
     @model_validator(mode="after")
     def _set_default_label(self) -> Self:

@@ -23,8 +23,9 @@ class DiffusersConfig(Table):
     max_prompt_length: Annotated[PositiveInt, FieldUnit("tokens")] = 300
     """Maximum number of tokens of a prompt for the text encoder; with Stable Diffusion 3 for its T5 encoder."""
     weighting_scheme: Literal["sigma_sqrt", "logit_normal", "mode", "cosmap", "none"] = "logit_normal"
-    """Density or weighting of the noise levels in SFT (arXiv 2403.03206, section 3.1): the densities `logit_normal` and
-    `mode`, uniform levels with weighted loss (`sigma_sqrt`, `cosmap`), or uniform and unweighted (`none`)."""
+    """Density or weighting of the noise levels in SFT (arXiv 2403.03206, section 3.1), by the names of diffusers:
+    `logit_normal` and `mode` are densities, `sigma_sqrt` and `cosmap` weight the loss of uniform levels, `none` is
+    uniform and unweighted."""
     train_flow_shift: PositiveFloat | None = None
     """Factor that shifts the noise levels of training towards noise; None: the shift of the pipeline's scheduler, for
     Cosmos-Predict2.5 a shift of 5. Declared as 3.0 but never read in Cosmos-RL."""
@@ -35,11 +36,14 @@ class DiffusersConfig(Table):
     logit_std: NonNegativeFloat = 1.0
     """Standard deviation of the logit-normal density of noise levels."""
     prompt_dropout: Fraction = 0.1
-    """Fraction of SFT samples with an empty prompt, for classifier-free guidance; not in Cosmos-RL."""
+    """Fraction of SFT samples whose prompt is replaced by the empty prompt, which classifier-free guidance needs;
+    Cosmos-RL has no such setting."""
     min_given_frames: Annotated[NonNegativeInt, FieldUnit("latent frames")] = 0
-    """Minimum number of conditioning frames in SFT, if the network supports them; 0: some samples have only text."""
+    """Minimum number of conditioning frames in SFT, for a network that supports them (Cosmos-Predict2.5); 0: some
+    samples are conditioned only on text."""
     max_given_frames: Annotated[NonNegativeInt, FieldUnit("latent frames")] = 2
-    """Maximum number of conditioning frames in SFT, a uniform choice. 1 trains image2world, 2 also video2world."""
+    """Maximum number of conditioning frames in SFT; the number is sampled uniformly for each sample. 1 trains
+    image2world, 2 also video2world."""
     inference_size: Annotated[tuple[PositiveInt, PositiveInt], FieldUnit("pixels"), Field(strict=False)] = (1024, 1024)
     """Height and width of images and videos."""
     inference_frames: Annotated[PositiveInt, FieldUnit("frames")] = 41

@@ -13,7 +13,8 @@ _TEXT_ROW_KEYS = ("conversation_column_name", "system_prompt", "data_packer", "e
 
 
 class DiffusionSftConfig(SupervisedConfig):
-    """`type = "sft"` with `policy.is_diffusers`: train on captioned media at noise levels of `[policy.diffusers]`."""
+    """`type = "sft"` with `policy.is_diffusers`: train on images or clips with their prompts, at the noise levels that
+    `[policy.diffusers]` defines."""
 
     algorithm: ClassVar[str] = "diffusion_sft"
     rows: ClassVar[str] = "media"

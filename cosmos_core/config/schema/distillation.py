@@ -21,7 +21,8 @@ class DistillationConfig(Table):
     enabling_field = "enable"
 
     enable: bool = False
-    """Train on a teacher's log-probabilities instead of rewards: forces `bypass_reward` except in validation."""
+    """Train on the log-probabilities of a teacher in place of rewards: forces `bypass_reward`; validation keeps its
+    rewards."""
     parallelism: TeacherParallelismConfig = TeacherParallelismConfig()
     """Device mesh of the teacher."""
     model_name_or_path: ModelName = "Qwen/Qwen2.5-VL-7B-Instruct"
@@ -41,7 +42,8 @@ class DistillationConfig(Table):
     """Whether the gathered weights of a teacher's block are freed after its forward pass; with `never` they are freed
     when all samples of a train step are scored."""
     max_token_len_per_mini_batch: TokenCount | None = None
-    """Maximum number of tokens of a micro-batch of the teacher, padding included; None: `mini_batch` sequences."""
+    """Maximum number of tokens of a micro-batch of the teacher, padding included, in place of `mini_batch`; None:
+    `mini_batch` sequences."""
     sequence_packing: bool = False
     """Concatenate the sequences of a micro-batch of the teacher without padding."""
     mini_batch: RowCount = 1
@@ -49,9 +51,11 @@ class DistillationConfig(Table):
     kl_penalty_coef: NonNegativeFloat = 1.0
     """Weight of the teacher's penalty in the advantage, or with `top_k` of the divergence in the loss."""
     kl_discount_factor: Fraction = 0.0
-    """Discount of later penalties in a token's advantage: 1: gradient of the completion's KL, 0: of its own KL."""
+    """Discount of the penalties of later tokens in the advantage of a token: 1 gives the gradient of the completion's
+    KL, 0 that of the token's own KL."""
     include_prompt: bool = False
-    """Also train on prompt tokens, which the policy did not sample: their advantage is their own penalty only."""
+    """Also train on the tokens of the prompt. The policy did not sample these tokens, so the advantage of a prompt
+    token is its own penalty only."""
     top_k: Annotated[int, FieldUnit("tokens")] = 0
     """Number of tokens of the teacher's distribution in the loss. 0 or less: the advantage of a token decreases by log
     policy - log teacher (reverse KL). Otherwise the loss is the Jensen-Shannon divergence over this many tokens and one
@@ -59,7 +63,8 @@ class DistillationConfig(Table):
     jsd_beta: Annotated[Fraction, EnabledBy("top_k")] = 0.5
     """Mixture weight of the Jensen-Shannon divergence with `top_k`: 0 is the forward KL, 1 the reverse KL."""
     trainer_token_ids_from_teacher: bool = True
-    """Take the `top_k` tokens most likely under the teacher; False: under the policy before the train step."""
+    """Take the `top_k` tokens that are most likely under the teacher; False: those that are most likely under the
+    policy before the train step."""
 
     @field_validator("top_k")
     @classmethod

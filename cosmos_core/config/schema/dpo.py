@@ -17,7 +17,8 @@ _LOSSES_WITH_SMOOTHING = {"sigmoid", "robust", "simpo"}
 
 
 class DpoLossConfig(Table):
-    """Loss of a pair of responses in DPO; three of its keys are in `[custom]` of Cosmos-RL, with the prefix `dpo_`."""
+    """Loss of a pair of responses in DPO. Cosmos-RL has three of these keys in `[custom]`: `dpo_beta`, `dpo_loss_type`,
+    `dpo_loss_weights`."""
 
     beta: PositiveFloat = 0.1
     """Factor beta in the reward of a response, beta x (its log-probability - that under the reference); in `ipo` the
@@ -37,7 +38,8 @@ class DpoLossConfig(Table):
     simpo_gamma: NonNegativeFloat = 0.5
     """Target margin of `simpo` between the rewards of a pair."""
     reference_free: bool = False
-    """Train without a reference, as Cosmos-RL: a reward is beta x log-probability. False: it is the initial model."""
+    """Train without a reference model: a reward is beta x log-probability, as in Cosmos-RL. False: the reference is the
+    model from which the stage starts."""
 
     @field_validator("loss_type")
     @classmethod

@@ -33,11 +33,13 @@ class EvaluateConfig(Table):
     apply_chat_template: bool = False
     """Render prompts as conversations with the model's chat template; False: plain text."""
     fewshot_as_multiturn: Annotated[bool, EnabledBy("apply_chat_template")] = True
-    """Render each solved example as a user turn and an assistant turn; False: all are part of one user turn."""
+    """Render each solved example as a user turn and an assistant turn; False: all examples are part of a single user
+    turn."""
     batch_size: Annotated[PositiveInt | None, FieldUnit("prompts")] = None
     """Prompts per forward pass, per call of vLLM, or per call of a diffusion pipeline; None: 256 with vLLM, else 1."""
     max_length: TokenCount | None = None
-    """Maximum tokens of prompt and completion; a longer prompt loses its beginning. None: the model's maximum."""
+    """Maximum number of tokens of prompt and completion together; a longer prompt loses its beginning. None: the
+    maximum of the model."""
     seed: Annotated[NonNegativeInt, Field(lt=2**32)] | None = None
     """Seed of Python, NumPy, torch and the choice of examples; None: 0 for Python, 1234 for the others, as lm-eval
     does. For a diffusion model the seed of the noise; None: 0."""

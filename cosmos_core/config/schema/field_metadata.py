@@ -23,7 +23,8 @@ class KeyStatus:
 
 @dataclass(frozen=True)
 class IntroducedIn:
-    """Version that introduced a key: the `first` or a `later` version of Cosmos-RL, or `ours` of this project."""
+    """Version that introduced a key: the `first` version of Cosmos-RL that is supported, a `later` version of it, or
+    `ours`, a version of this project."""
 
     version: Literal["first", "later", "ours"]
 

@@ -40,8 +40,9 @@ class FlowPolicyConfig(GrpoConfig):
     below this fraction of its initial value, or if a reward of weight 0 does so while the total reward rises."""
 
     learns_data: bool = False
-    """Learn also from real images or clips: rows are media with prompts, whose diffusion loss is added to that of the
-    rollouts with the weight `policy.diffusers.flow_rl.data_beta` (arXiv 2512.04332). False: rows are prompts."""
+    """Learn also from real images or clips: rows are media with their prompts, and the diffusion loss on them is added
+    to the loss of the rollouts with the weight `policy.diffusers.flow_rl.data_beta` (arXiv 2512.04332). False: rows are
+    prompts."""
 
     @property
     def rows(self) -> str:  # type: ignore[override]

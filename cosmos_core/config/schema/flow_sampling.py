@@ -39,7 +39,8 @@ class SampleConfig(Table):
 
 
 class FlowRLConfig(Table):
-    """`[policy.diffusers.flow_rl]`: settings of `flow_grpo` (arXiv 2505.05470) and `ddrl` (arXiv 2512.04332)."""
+    """`[policy.diffusers.flow_rl]`: read with `trainer_type = "flow_grpo"` (arXiv 2505.05470) and `"ddrl"` (arXiv
+    2512.04332)."""
 
     train_on: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1), FieldUnit("denoising steps")] = (
         0, 1, 2, 3, 4, 5, 6, 7,
@@ -54,12 +55,14 @@ class FlowRLConfig(Table):
         FieldUnit("denoising steps"),
         EnabledBy("window_size"),
     ] = None
-    """Range of the stochastic window: its first step, and the step after its last; None: the first half."""
+    """Range in which the stochastic window may lie: its first step, and the step after its last one; None: the first
+    half of the steps."""
     window_moves_every: Annotated[NonNegativeInt, FieldUnit("train steps"), EnabledBy("window_size")] = 0
     """Number of train steps after which the stochastic window moves by one step towards the data (MixGRPO, arXiv
     2507.21802); 0: its position is sampled in each train step."""
     guard: bool = False
-    """Centre log-ratios, weight steps equally (GRPO-Guard, arXiv 2510.22319); clip ranges are then about 2e-6."""
+    """Centre log-ratios and weight denoising steps equally (GRPO-Guard, arXiv 2510.22319); useful clip ranges are then
+    about 2e-6."""
     use_same_seed: bool = True
     """Start all samples of a group from the same noise."""
     min_conditional_frames: Annotated[NonNegativeInt, FieldUnit("latent frames")] = 0
@@ -74,7 +77,8 @@ class FlowRLConfig(Table):
     data_on_first_only: Annotated[bool, EnabledBy("use_rl_sigma_and_noise")] = False
     """Compute the diffusion loss on real clips only in the first trained step of a rollout."""
     use_rl_sigma_and_noise: bool = True
-    """Compute the diffusion loss on clips at the rollout's noise level and noise; False: sample both as in SFT."""
+    """Compute the diffusion loss on real clips at the rollout's noise level and with its noise; False: noise level and
+    noise are sampled as in SFT."""
 
     _check_frames = bounds_validator("min_conditional_frames", "max_conditional_frames")
 

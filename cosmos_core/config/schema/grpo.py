@@ -45,7 +45,8 @@ class GrpoConfig(RlConfig):
     """With `seq-mean-token-mean`: number of tokens by which the loss of a sequence is divided instead of its length
     (Dr. GRPO, arXiv 2503.20783); None: its length."""
     unbiased_advantage: bool = False
-    """Subtract the group's mean from a reward; False: also divide by the standard deviation (not in Dr. GRPO)."""
+    """Subtract only the group's mean from a reward, without division by the group's standard deviation (Dr. GRPO);
+    False: subtract and divide."""
     algo: AdvantageRule = "grpo"
     """Rule that turns the rewards of a group into advantages: r - mean over the std of the group (`grpo`), r - mean of
     the other completions (`rloo`, arXiv 2402.14740), r - mean over the std of the step (`batch-std`, 2508.08221), r
@@ -53,12 +54,14 @@ class GrpoConfig(RlConfig):
     (`reinforce++-baseline`), r - mean over the mean (`maxrl`, 2602.02710), or each reward function's values over the
     sample std of their group, weighted, summed and normalised over the step (`gdpo`, 2601.05242)."""
     kl_beta: NonNegativeFloat = 0.0
-    """Weight of the KL penalty towards the model from which the stage started; 0: no penalty, and no such model."""
+    """Weight of the KL penalty towards the reference model, from which the stage started; 0: no penalty, and no
+    reference model in memory."""
     kl_in_reward: Annotated[bool, EnabledBy("kl_beta")] = False
     """Take `kl_beta` * log(old policy / reference) from the reward of each token, whose advantage is then its whitened
     return, as in the paper of `algo = "reinforce++"` (arXiv 2501.03262), instead of adding the KL to the loss."""
     unbiased_kl_estimate: Annotated[bool, EnabledBy("kl_beta")] = False
-    """Multiply the k3 estimator of the KL by the ratio: its gradient is then the reverse KL's (arXiv 2512.02556)."""
+    """Multiply the k3 estimator of the KL by the probability ratio, which makes its gradient that of the reverse KL
+    (arXiv 2512.02556)."""
     kl_estimator: Literal["k2", "k3"] = "k3"
     """Estimator of the KL divergence from the reference model (joschu.net/blog/kl-approx.html): the gradient of `k2` is
     that of the reverse KL, that of `k3` of the forward KL, or with `unbiased_kl_estimate` of the reverse KL."""
@@ -66,7 +69,8 @@ class GrpoConfig(RlConfig):
     """Exclude sequences with a negative advantage and a mean log(rollout policy / policy) above this value (arXiv
     2512.02556); None: exclude none."""
     ratio_cap: PositiveFloat | None = None
-    """Largest weight of a token with variant = 'cispo' (None: 5), 'dppo_tv' or 'dppo_kl' (None: 20)."""
+    """Largest weight of a token with variant = 'cispo', 'dppo_tv' or 'dppo_kl', an absolute value; None: 5 with
+    'cispo', 20 with the others."""
     sapo_temperature_pos: PositiveFloat = 1.0
     """With variant = 'sapo': temperature of the gate for tokens with a positive advantage; the higher, the faster the
     weight of a token falls as its ratio leaves 1."""
@@ -79,7 +83,8 @@ class GrpoConfig(RlConfig):
     """Leave completions that reached `rollout.max_response_length`, or the last turn with a tool call, out of the loss;
     their rewards still count in the advantages of their group (arXiv 2503.14476, overlong filtering)."""
     aipo_rho: PositiveFloat | None = None
-    """Maximum of AIPO's weight policy / rollout policy, in place of clipping (arXiv 2505.24034); None: off."""
+    """Maximum importance weight of AIPO, which weights tokens by policy / rollout policy in place of clipping (arXiv
+    2505.24034); None: off."""
     aipo_form: Annotated[Literal["weighted", "clamped"], EnabledBy("aipo_rho")] = "weighted"
     """Form of AIPO. `weighted`: as in the paper, every token has a gradient. `clamped`: as in Cosmos-RL, a token with a
     ratio policy / old policy above `aipo_rho` has no gradient."""
@@ -88,7 +93,8 @@ class GrpoConfig(RlConfig):
     log_entropy: bool = True
     """Compute the policy's entropy for the metrics, about a tenth of the time of a step at a vocabulary of 150,000."""
     min_filter_prefix_tokens: TokenCount | None = None
-    """Minimum length of a prefix, shared by completions of different rewards, to mask in the loss; None: off."""
+    """Minimum length of a shared prefix to leave out of the loss: a prefix that completions with different rewards
+    share; None: no prefix is left out."""
     reference_reset_interval: StepCount | None = None
     """Number of train steps after which the current policy becomes the new reference of the KL penalty; None: never."""
     reset_optimizer_with_reference: Annotated[bool, EnabledBy("reference_reset_interval")] = True
@@ -96,7 +102,8 @@ class GrpoConfig(RlConfig):
     use_decoupled_loss: bool = False
     """Weight tokens by old policy / rollout policy, and clip against the old policy (arXiv 2505.24298)."""
     behav_imp_weight_cap: Annotated[PositiveFloat | None, EnabledBy("use_decoupled_loss")] = None
-    """With `use_decoupled_loss`: a weight old policy / rollout policy above this value becomes 0; None: no cap."""
+    """With `use_decoupled_loss`: tokens whose weight old policy / rollout policy exceeds this value get weight 0; None:
+    no cap."""
     use_rollout_logprobs_for_loss: bool = False
     """Use the log-probabilities of the rollout engine as those of the old policy, instead of recomputing them."""
     rollout_correction: RolloutCorrection = ""

@@ -10,8 +10,9 @@ HookFunction = Annotated[NameOrImportPath | Literal[""], ResultNeutral, Referenc
 
 
 class HooksConfig(Table):
-    """Functions, each `path/file.py:function`, called on every rank as `f(stage, report_data)`; empty: no call. An
-    exception ends the training. A changed hook causes no new training, as hooks are assumed not to change results."""
+    """Functions, each `path/file.py:function`, that are called on every rank as `f(stage, report_data)`; empty: no
+    call. An exception ends the training. Hooks are assumed not to change results: a changed hook does not cause a new
+    training."""
 
     pre_training_hook: HookFunction = ""
     """Called before the first step of an attempt, with `start_step` and `total_steps` (None: unknown)."""

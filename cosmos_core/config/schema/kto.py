@@ -10,7 +10,8 @@ from cosmos_core.config.schema.table import StageContext, Table
 
 
 class KtoLossConfig(Table):
-    """Loss of a labelled response in KTO, by its reward: beta x (log-probability under policy - under reference)."""
+    """Loss of a labelled response in KTO, by its reward: beta x (log-probability under the policy - log-probability
+    under the reference)."""
 
     beta: PositiveFloat = 0.1
     """Factor of the KTO reward; the higher, the closer the policy stays to the reference."""
@@ -19,7 +20,8 @@ class KtoLossConfig(Table):
     (1 - sigmoid(beta x KL - reward)) of an undesirable response. KL is estimated from each prompt with the response to
     the previous prompt of the step, and is at least 0. `apo_zero_unpaired`: the same with KL = 0 (arXiv 2408.06266)."""
     desirable_weight: NonNegativeFloat = 1.0
-    """Weight of desirable responses; weight times number should be 1 to 1.33 times that of undesirable responses."""
+    """Weight of desirable responses. This weight times their number should be 1 to 1.33 times the same product for
+    undesirable responses."""
     undesirable_weight: NonNegativeFloat = 1.0
     """Weight of undesirable responses."""
 

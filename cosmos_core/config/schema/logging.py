@@ -28,14 +28,16 @@ class LoggingConfig(Table):
     per step at most 8 completions of each of 4 prompts, or 4 images or videos of each of 2 prompts, including the best
     and the worst. The newest 1,000 steps are kept, with at most 1 GiB of images and videos."""
     multi_modal_log_interval: Annotated[StepCount | None, ResultNeutral] = None
-    """Number of steps between validations whose images and videos are sent to Weights & Biases; None: each is."""
+    """Number of steps between validations whose generated images and videos are sent to Weights & Biases; None: those
+    of each validation are sent."""
     project_name: Annotated[str, ResultNeutral] = "cosmos_rl"
     """Name of the project on Weights & Biases and trackio, and of the experiment on MLflow."""
     group_name: Annotated[str | None, ResultNeutral] = None
     """Name of the group on Weights & Biases and trackio, the tag `cosmos.group` on MLflow; None: the stages of one run
     form a group `<experiment_name>-<run id>`."""
     experiment_name: Annotated[str | None, ResultNeutral] = None
-    """First part of a run's name in metric sinks, `<experiment_name>-<run id>-<stage>`; None: the pipeline's name."""
+    """First part of the name of a run on Weights & Biases, MLflow and trackio, `<experiment_name>-<run id>-<stage>`;
+    None: the name of the pipeline."""
     report_mfu: Annotated[bool, ResultNeutral] = False
     """Report the metric `throughput/mfu`: the FLOP/s of train steps relative to those of a large matrix product in
     `param_dtype`, measured on the ranks' devices at the start of the training."""

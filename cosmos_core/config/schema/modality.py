@@ -19,7 +19,8 @@ class Modality:
     """Properties of all models of one modality; see `run.content.matches_patterns` for the syntax of file patterns."""
 
     name: str
-    """Name of the modality in algorithms and stage kinds, and of the modules that open and evaluate its models."""
+    """Name of the modality in the declarations of algorithms and stage kinds; also the name of the modules that open
+    and evaluate its models."""
     encoder_files: tuple[str, ...]
     """Patterns of the files of a model folder that prepared rows depend on."""
     data_files: tuple[str, ...]

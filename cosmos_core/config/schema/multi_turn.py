@@ -35,11 +35,13 @@ class MultiTurnRolloutConfig(Table):
     enable_thinking: bool = False
     """Value of `enable_thinking` for the chat template."""
     custom_chat_template_path: Annotated[str | None, ResultNeutral, ReferenceKind.PATH] = None
-    """Jinja file of the chat template of prompts and tool results; None, and in exports: the tokenizer's template."""
+    """Jinja file of the chat template that renders prompts and tool results; None: the tokenizer's template. Exports
+    keep the tokenizer's template."""
     max_assistant_turns: Annotated[PositiveInt, FieldUnit("turns")] = 5
     """Maximum number of assistant turns of a conversation."""
     add_generation_prompt: bool = True
-    """Add the beginning of the assistant's turn after prompts and tool results; false: the policy generates it."""
+    """Add the beginning of the assistant's turn after a prompt and after tool results; false: the policy generates
+    it."""
     continue_final_message: bool = False
     """Leave the last message of a prompt open, so that the policy continues it; if it is an assistant message, it stays
     in the prompt. Off if tools and a generation prompt are enabled."""

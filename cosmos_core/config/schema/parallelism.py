@@ -19,11 +19,14 @@ class ParallelismConfig(Table):
     tp_size: RankCount = 1
     """Number of tensor-parallel ranks, which split the model by the plan of its class (Cosmos-RL: 2 by default)."""
     cp_size: RankCount = 1
-    """Number of context-parallel ranks, which share a sequence of packed rows (Ulysses), or with SANA-Video a clip."""
+    """Number of context-parallel ranks, which share one sequence of packed rows (Ulysses), or with SANA-Video the
+    tokens of a clip."""
     ep_size: RankCount = 1
-    """Number of ranks, of dp_shard_size x cp_size, that split the experts of every layer; each has its own rows."""
+    """Number of ranks, out of dp_shard_size x cp_size, over which the experts of every layer are distributed; each of
+    these ranks has its own rows."""
     dp_shard_size: Annotated[int, FieldUnit("ranks")] = 1
-    """Number of ranks that shard the parameters (FSDP); -1: what the other sizes leave of the available GPUs."""
+    """Number of ranks that shard the parameters (FSDP); -1: the ranks that the other sizes leave of `pipeline.gpus`, or
+    of this machine's GPUs."""
     pp_size: RankCount = 1
     """Number of pipeline-parallel ranks, each of which has some of the layers."""
     pp_dynamic_shape: bool = False
@@ -64,10 +67,12 @@ class ParallelismConfig(Table):
 
 
 class RolloutParallelismConfig(ParallelismConfig):
-    """`[rollout.parallelism]`: number and size of the rollout engines, in or outside of the trainer's processes."""
+    """`[rollout.parallelism]`: number and size of the rollout engines, on the ranks of `policy.parallelism` or in
+    separate processes."""
 
     n_init_replicas: Annotated[PositiveInt, FieldUnit("replicas")] = 1
-    """Number of engines in separate processes (see `mode`); in those of the trainer, it follows from its ranks."""
+    """Number of engines in separate processes (see `mode`); how many run in the trainer's processes follows from the
+    number of ranks."""
     tp_size: RankCount = 1
     """Number of ranks of one engine (Cosmos-RL: 2 by default): a divisor of the ranks of `policy.parallelism`; with
     `mode = "colocated_separated"`, processes on the GPUs of as many ranks on one machine; with `mode =
@@ -75,7 +80,8 @@ class RolloutParallelismConfig(ParallelismConfig):
 
 
 class PolicyParallelismConfig(ParallelismConfig):
-    """`[policy.parallelism]`: mesh of the trainer; dp_replicate x dp_shard ranks share the rows of a train step."""
+    """`[policy.parallelism]`: the device mesh of the trainer; the rows of a train step are distributed over
+    dp_replicate x dp_shard ranks."""
 
     def unsupported_axis_errors(self, setting: str, *, allows_tp: bool = False) -> Iterator[str]:
         """Yield an error for each parallel axis above 1 that `setting` excludes, because the setting needs whole layers

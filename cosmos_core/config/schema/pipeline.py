@@ -43,11 +43,13 @@ class StageConfig(Table):
     recipe: str = ""
     """Recipe file, relative to this file; empty: the recipe tables of this file."""
     overrides: dict[str, Any] = {}
-    """Recipe tables for this stage only; they take precedence over `recipe`, and that over the tables of this file."""
+    """Recipe tables for this stage only; they take precedence over `recipe`, which takes precedence over the tables of
+    this file."""
     after: StringOrList = ()
     """Names of the stages that must be done before this stage starts."""
     model: Annotated[str, ReferenceKind.PATH] = ""
-    """Model that the stage starts from: a folder, or `stage:NAME` for its export; empty: that of the recipe."""
+    """Model that the stage starts from: `stage:NAME` for the export of that stage, or a folder; empty:
+    `policy.model_name_or_path`."""
     checkpoint: str = ""
     """Kind export: the checkpoint to export of the training that `model` names: `best` (by its validation) or a step;
     empty: the final model. A `validate` stage after the export measures that checkpoint."""
@@ -63,8 +65,9 @@ class StageConfig(Table):
     (`cosmos reward-service`), or `block:NAME` for a running service, whose address and token are in a Prefect block;
     empty: the service at `REMOTE_REWARD_ENQUEUE_URL`."""
     reward_service_pool: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
-    """With a configuration file in `reward_service`: Prefect work pool on which the service is started, through the
-    deployment `reward-service/POOL`; its machines must be able to read the file. Empty: the machine of the stage."""
+    """With a configuration file in `reward_service`: Prefect work pool on which the service is started for the stage,
+    through the deployment `reward-service/POOL`; its machines must be able to read that file. Empty: the machine of the
+    stage."""
     work_pool: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
     """Prefect work pool that runs the stage, through the deployment `stage/POOL`; its machines share the run directory,
     or exchange files through the `artifact_store`. Empty: the machine of the flow."""
@@ -169,15 +172,16 @@ class PipelineConfig(Table):
     `--on`, otherwise of this machine's GPU, or the host memory if it has no GPU."""
     gpu_tflops: Annotated[PositiveFloat | None, FieldUnit("TFLOP/s"), ResultNeutral] = None
     """Sustained throughput of one GPU in training, for `plan --estimate` of a stage that was never run. None: 40 % of
-    the data sheet value of the GPU of `--on`, or half of the throughput of a matrix product on this machine."""
+    the data sheet value of the GPU that `--on` names, otherwise half of the throughput of a matrix product on this
+    machine."""
     price_per_gpu_hour: Annotated[PositiveFloat | None, ResultNeutral] = None
     """Price of one GPU for an hour, in any currency, with which `plan --estimate`, `runs --cost`, the report and the
     card of a run show costs. What counts is the time for which a stage holds GPUs, in all its attempts; on a machine
     without GPUs each rank and each engine with a GPU of its own in the placement counts as one. None: no costs."""
     budget: Annotated[PositiveFloat | None, ResultNeutral] = None
-    """Maximum cost of a run, in the currency of `price_per_gpu_hour`, at which it saves a checkpoint and stops with
-    exit code 75; `cosmos resume RUN --budget AMOUNT` continues it. Stages without GPUs are not stopped. None: no
-    limit."""
+    """Maximum cost of a run, in the currency of `price_per_gpu_hour`: a run that reaches it saves a checkpoint and
+    stops with exit code 75; `cosmos resume RUN --budget AMOUNT` continues it. Stages without GPUs are not stopped.
+    None: no limit."""
     grace_seconds: Annotated[PositiveFloat, ResultNeutral] = 20.0
     """Time in seconds between SIGTERM and SIGKILL, in which a worker saves its checkpoint. The duration of the longest
     step so far is added, because the worker first finishes its step; when the flow itself is killed, its workers have

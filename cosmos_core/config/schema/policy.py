@@ -36,9 +36,11 @@ class PolicyConfig(Table):
     """Revision of the model on the Hub; None: the newest."""
     chat_template: Annotated[str | None, ResultNeutral, ReferenceKind.PATH] = None
     """Chat template that replaces the tokenizer's own, also in exports: a Jinja file, `chatml`, or `plain`, with turns
-    `User: ...` and `Assistant: ...` and the end token (the fingerprint includes its content). None: its own."""
+    `User: ...` and `Assistant: ...` and the end token (the fingerprint includes the content). None: the tokenizer's
+    template."""
     model_max_length: TokenCount = 4096
-    """Maximum tokens of a sequence, prompt and completion together; longer SFT rows are truncated on the right."""
+    """Maximum number of tokens of a sequence: longer SFT rows are truncated on the right, and prompt and completion
+    together never exceed it."""
     model_gradient_checkpointing: bool | Literal["selective"] = True
     """Recompute activations in the backward pass: less memory, about a third more compute. `selective` (not in
     Cosmos-RL): recompute only norms, activation functions and wide matrices, with memory and compute between the other

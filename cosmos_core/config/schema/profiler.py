@@ -16,7 +16,8 @@ class SubProfilerConfig(Table):
     active_steps: Annotated[PositiveInt, FieldUnit("train steps"), ResultNeutral] = 1
     """Number of train steps that are recorded."""
     warmup_steps: Annotated[NonNegativeInt, FieldUnit("train steps"), ResultNeutral] = 1
-    """Number of train steps that are traced first and discarded, because the first events take longer."""
+    """Number of train steps that are traced before the recorded steps and discarded, because the first events take
+    longer."""
     wait_steps: Annotated[NonNegativeInt, FieldUnit("train steps"), ResultNeutral] = 1
     """Number of steps before the warm-up that are not traced."""
     rank_filter: Annotated[tuple[NonNegativeInt, ...], Field(strict=False), ResultNeutral] = ()

@@ -62,7 +62,8 @@ class RlConfig(AlgorithmConfig):
     fits into memory, measured in at most a minute in the first train step whose loss includes at least half of the
     completions."""
     prompt_column_name: str = ""
-    """Column of the prompt, string or conversation; empty: the first filled one in docs/reference/columns.md."""
+    """Column of the prompt, a string or a conversation; empty: the first filled column of those in
+    docs/reference/columns.md."""
     response_column_name: str = ""
     """Column of the reference response; empty: the first filled column of those in docs/reference/columns.md."""
     system_prompt: str = ""

@@ -33,9 +33,11 @@ class SamplingConfig(Table):
     """Probability mass of nucleus sampling; below 1 tokens are sampled from another distribution than the policy's, and
     the loss corrects this by importance weights (`cosmos_core/algorithms/correction.py`)."""
     top_k: TopK = -1
-    """Number of most likely tokens to sample from, with the same importance weights in the loss as `top_p`; -1: all."""
+    """Number of most likely tokens from which a token is sampled, with the same importance weights in the loss as
+    `top_p`; -1: all."""
     repetition_penalty: PositiveFloat = 1.0
-    """Penalty on repeated tokens, less likely if above 1, with the importance weights of `top_p`; 1: off."""
+    """Penalty on the logits of repeated tokens, which above 1 become less likely, with the same importance weights in
+    the loss as `top_p`; 1: off."""
 
 
 class RolloutAsyncConfig(Table):
@@ -56,8 +58,9 @@ class RolloutConfig(Table):
     denoiser of the trainer, for every diffusion model and Cosmos-RL's `diffusion_nft_rollout`; or a user class
     `path/file.py:Class`."""
     mode: Literal["sync", "async"] = "sync"
-    """Rule for the number of prompts that an engine in a separate process has at a time: `batch_size`, or with `async`
-    `async_config.max_concurrent_requests`. An engine in the trainer's processes always has `batch_size`."""
+    """Rule for the number of prompts that an engine in a separate process generates for at a time: `batch_size`, or
+    with `async` `async_config.max_concurrent_requests`. An engine in the trainer's processes always has
+    `batch_size`."""
     max_response_length: TokenCount = 2048
     """Maximum number of tokens of a completion. A completion is shorter if its prompt leaves fewer tokens of
     `policy.model_max_length`; a prompt that leaves none is skipped."""
@@ -77,7 +80,8 @@ class RolloutConfig(Table):
     sampling_config: SamplingConfig = SamplingConfig()
     """How tokens are sampled in training."""
     enforce_eager: Annotated[bool, ResultNeutral] = False
-    """Run vLLM without CUDA graphs, which saves memory and the time of capture (Cosmos-RL: true); no effect on CPU."""
+    """Run vLLM without CUDA graphs, which saves their memory and the time to capture them (Cosmos-RL: true by default);
+    no effect on CPU."""
     gpu_memory_utilization: Annotated[Fraction, Field(gt=0), ResultNeutral] = 0.8
     """Fraction of a GPU's memory that vLLM may use; no effect on CPU."""
     probe_interval: Annotated[PositiveInt, FieldUnit("train steps"), ResultNeutral] = 50

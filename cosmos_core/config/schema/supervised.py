@@ -17,7 +17,8 @@ class SupervisedConfig(AlgorithmConfig):
     type: Literal["sft"]
     """Kind of training: supervised fine-tuning."""
     dataloader_drop_last: bool = True
-    """Leave out the rows of an epoch that fill no batch, for another epoch; False: the last batch may be smaller."""
+    """Leave out the rows of an epoch that do not fill a batch, and use them in another epoch; False: the last batch of
+    an epoch may be smaller."""
     conversation_column_name: str = "conversations"
     """Column of the conversation; rows without it may have columns of other known names, which
     docs/reference/columns.md lists. In rows of pairs it is the column of the prompt, or rows have the column `prompt`.

@@ -15,7 +15,8 @@ class SweepBranch(Table):
     """`[[pipeline.stages.sweep.branches]]`: one branch of a sweep."""
 
     stages: Annotated[StringOrList, Field(min_length=1)]
-    """Stages of the branch, in order: all report its metrics, and the last one that makes a model gives its model."""
+    """Stages of the branch, in order: the branch is judged by the metrics of all its stages, and its model is that of
+    the last stage which makes one."""
     settings: Annotated[dict[str, Any], ResultNeutral] = {}
     """Values of the grid in this branch; set automatically."""
 
@@ -27,7 +28,8 @@ class SweepConfig(Table):
     """Lists of values by key, such as `"train.optm_lr" = [1e-5, 3e-5]`; each combination is a branch. A key is a key of
     the recipe, or `arguments.NAME` of a custom stage, optionally with the name of a stage in `through` as a prefix."""
     metric: str
-    """Metric that compares the branches, such as `validation/accuracy`, of the last stage that reports it."""
+    """Metric by which the branches are compared, such as `validation/accuracy`, from the last stage of a branch that
+    reports it."""
     mode: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value is the best; among equal values the first branch wins."""
     through: StringOrList = ()

@@ -88,8 +88,8 @@ class TrainConfig(Table):
     head, vectors and fused experts are updated by AdamW."""
     optm_lr: PositiveFloat | Annotated[tuple[PositiveFloat, ...], Field(strict=False)] | dict[str, PositiveFloat] = 1e-6
     """Peak learning rate: one number, or a table of rates by module path, where the deepest path that contains a
-    parameter applies and `global` is the rate of all others; a list has one rate per model part, and there is one
-    part."""
+    parameter applies and `global` is the rate of all other parameters; a list has one rate per model part, and there is
+    one model part."""
     optm_impl: _OptimizerImpl | Annotated[tuple[_OptimizerImpl, ...], Field(strict=False)] = "fused"
     """Implementation of the optimizer in torch (torchao has only one), or a list with one per model part, and there is
     one model part; `fused` on CPU needs float32 or bfloat16 as `master_dtype`."""
@@ -102,7 +102,8 @@ class TrainConfig(Table):
     optm_warmup_steps: Annotated[int | float, FieldUnit("train steps or fraction")] = 20
     """Length of the warm-up of the learning rate: a number of steps, or, as a float up to 1.0, a fraction of all."""
     optm_warmup_start_factor: Annotated[Fraction, EnabledBy("optm_warmup_steps")] = 0.0
-    """Factor of the learning rate before the warm-up; the first step has one increment more, so it is never 0."""
+    """Factor of the learning rate at the start of the warm-up; the first step has one increment more, so that its
+    factor is never 0."""
     optm_decay_ratio: Annotated[Fraction | None, EnabledBy("optm_decay_type")] = None
     """Fraction of all steps in which the learning rate decays; None: all steps after the warm-up."""
     optm_decay_type: Literal["none", "linear", "cosine", "sqrt"] | None = None
@@ -127,8 +128,9 @@ class TrainConfig(Table):
     """Dtype of the forward and backward pass, and of the export; an `export` stage whose recipe leaves it out has the
     dtype of the stage whose model it exports."""
     transfer_dtype: DType | None = None
-    """Dtype of weights in the transfer to the rollout engine, which casts them to its own; None: `master_dtype`, or
-    `param_dtype` if vLLM would cast all to that. Engines of the backend `hf` in the trainer get no transfer."""
+    """Dtype of weights in the transfer to the rollout engine, which casts them to its own dtype; None: `master_dtype`,
+    or `param_dtype` if vLLM would cast all weights to that. With `rollout.backend = "hf"` in the trainer's processes no
+    weights are transferred."""
     logprob_dtype: DType = "float32"
     """Dtype to which logits are cast before log-softmax in RL."""
     fsdp_reduce_dtype: DType = "float32"
@@ -137,7 +139,8 @@ class TrainConfig(Table):
     """Keep parameters, gradients and optimizer state in host memory, where the optimizer step also runs; the parameters
     of each block are gathered from there. Not yet run on a GPU."""
     fsdp_reshard_after_forward: Literal["always", "never", "default"] = "default"
-    """Whether gathered parameters of a block are freed after its forward pass; `default`: unless pipeline-parallel."""
+    """Whether the gathered parameters of a block are freed after its forward pass; `default`: unless there is pipeline
+    parallelism."""
     fp8: FP8Config = FP8Config()
     """Linear layers in 8-bit floating point."""
     fp4: FP4Config = FP4Config()
@@ -146,7 +149,8 @@ class TrainConfig(Table):
     seed: Annotated[int | None, AfterValidator(lambda seed: DEFAULT_SEED if seed is None or seed < 0 else seed)] = None
     """Seed of initialisation, order of rows and sampling; None or negative: 42."""
     deterministic: bool = False
-    """Use only deterministic kernels; without one it is an error. A CPU training on one rank is repeatable anyway."""
+    """Use only deterministic kernels; an operation without one is an error. A CPU training on one rank is repeatable
+    without it."""
     compile: bool | None = None
     """Compile each block with torch.compile, except with `tp_size` above 1, where torch 2.13 cannot compile for rows of
     any length; on CPU it needs a C++ compiler. None: true on a GPU, unless another setting excludes it; false on CPU,
@@ -154,7 +158,8 @@ class TrainConfig(Table):
     async_tp_enabled: bool = False
     """Overlap the communication of tensor parallelism with compute."""
     activation_offload: bool = False
-    """Keep activations (or recomputed blocks' inputs) in host memory until the backward pass. Not yet run on a GPU."""
+    """Keep activations (with recomputation: the inputs of blocks) in host memory until the backward pass. Not yet run
+    on a GPU."""
 
     sync_weight_interval: StepCount = 1
     """Number of train steps between two transfers of weights to the rollout engines; weights are also transferred when

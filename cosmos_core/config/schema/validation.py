@@ -63,7 +63,8 @@ class ValidationConfig(Table):
     """Reward functions of validation; empty: those of training. With SFT, held-out rows are completed and scored with
     these functions in addition to the loss."""
     reward_env: Annotated[StringOrList, ResultNeutral] = ()
-    """Environment variables that reward functions receive besides `train.train_policy.reward_env`."""
+    """Names of environment variables that reward functions receive in addition to those of
+    `train.train_policy.reward_env`."""
     use_remote_reward: bool | None = None
     """Use the reward service; the value must be that of training. None: as in training."""
     remote_reward: Annotated[RemoteRewardConfig | None, EnabledBy("use_remote_reward")] = None
