@@ -12,7 +12,8 @@ JOB_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 
 @contextmanager
 def block_job_signals() -> Iterator[None]:
-    """Block the signals in this thread and its new processes; at the end, those of this thread are handled."""
+    """Block the signals in this thread and in the processes that it starts in the block; those of this thread are
+    handled at the end of the block."""
     previous_signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
     try:
         yield

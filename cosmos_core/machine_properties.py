@@ -135,7 +135,8 @@ def find_connection_error(host_and_port: str) -> str:
 
 
 def map_device_entries_to_uuids() -> dict[str, str]:
-    """Return the UUID of each visible GPU by its entry in `CUDA_VISIBLE_DEVICES`, in that order."""
+    """Return the UUID of each GPU that this process sees, by the entry of `CUDA_VISIBLE_DEVICES` that names the GPU, in
+    the order of the entries."""
     gpus, visible_devices = _list_visible_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     device_entries = [str(i) for i in range(len(gpus))] if visible_devices is None else visible_devices.split(",")
     return {entry.strip(): uuid for entry, (_, uuid) in zip(device_entries, gpus, strict=False)}
@@ -166,7 +167,8 @@ def _list_visible_gpus() -> tuple[tuple[str, str], ...]:
 
 
 def _find_gpu(pynvml: Any, gpu_handles: Sequence[Any], device_entry: str) -> Any | None:
-    """Return the GPU of an entry of CUDA_VISIBLE_DEVICES (index, start of a UUID, or MIG device); None if none."""
+    """Return the GPU that an entry of CUDA_VISIBLE_DEVICES names: by index, by the beginning of its UUID, or as a MIG
+    device; None if there is no such GPU."""
     if device_entry.isdigit():
         return gpu_handles[int(device_entry)] if int(device_entry) < len(gpu_handles) else None
     if device_entry.startswith("MIG-"):

@@ -142,7 +142,8 @@ def _build_command(*command_words: str) -> list[str]:
 
 
 async def _run_cosmos(*command_words: str) -> str:
-    """Return the standard error and output of a `cosmos` command; raise `ToolError` with them if it failed."""
+    """Return the output of a `cosmos` command: its standard error with notes, then its standard output. Raises
+    `ToolError` with the output of the command if it failed."""
     command = _build_command(*command_words)
     process = await asyncio.to_thread(
         subprocess.run,

@@ -31,7 +31,8 @@ def is_import_path(name: str) -> bool:
 
 
 def is_user_code(name: str) -> bool:
-    """Return True if `name` has the form `file.py:thing` or `module:thing`, and not that of a path or Hub id."""
+    """Return True if `name` has the form of user code, `file.py:thing` or `module:thing`, in a field where it may also
+    be a path or an id on the Hub."""
     return _USER_CODE_PATTERN.fullmatch(name) is not None
 
 
@@ -39,7 +40,8 @@ _USER_CODE_PATTERN = re.compile(r"(?!stage:)(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w
 
 
 def import_object(import_path: str) -> Any:
-    """Return the object at an import path; raise `ConfigError` if the module, file or name does not exist."""
+    """Return the object at `module:thing` or `path/file.py:thing`. Raises `ConfigError` if the module, the file or the
+    name in it does not exist."""
     module_name, object_name = _split_import_path(import_path)
     is_file = module_name.endswith(".py")
     module = _load_module_file(Path(module_name)) if is_file else _import_module(module_name, import_path)
@@ -83,8 +85,9 @@ def load_class(name: str, package_folder: str, class_suffix: str) -> Any:
 
 
 def import_user_code(import_path: str) -> Any:
-    """Return the object at an import path of user code. Raises `ConfigError`, with the location in the user's file, if
-    the object does not exist, or if the file raised an error."""
+    """Return the object at an import path of user code; an error during the import is reported as an error of the
+    user's file. Raises `ConfigError` if the object does not exist, or its file raised an error; the message has the
+    location."""
 
     def make_config_error(error: BaseException) -> ConfigError:
         error_text = f"{type(error).__name__}: {error} ({find_error_location(error)})"

@@ -1,4 +1,5 @@
-"""Execute one `cosmos run` or `cosmos resume`: start a Prefect server if needed, run the flow, show progress."""
+"""Execute one `cosmos run` or `cosmos resume`: start a Prefect server if there is none, run the flow, show progress and
+a summary."""
 
 from __future__ import annotations
 

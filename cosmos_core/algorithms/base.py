@@ -85,7 +85,8 @@ class TrainerView(Protocol):
         """
 
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
-        """Set the weight set named `weights` to the policy's weights; with `optimizer`, also reset its moments."""
+        """Set the weight set named `weights` to the policy's weights; with `optimizer`, reset the moments of the
+        optimizer."""
 
     def move_towards_policy(self, weights: str, fraction: float) -> None:
         """Move the weight set W named `weights` towards the policy: W + `fraction` * (policy - W)."""
@@ -122,7 +123,8 @@ class Algorithm:
         raise AssertionError(f"{type(self).__name__} does not learn from rollouts")
 
     def updates(self, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
-        """Yield the optimizer steps of one train step; `view` evaluates samples under the weights that they change."""
+        """Yield the optimizer steps of one train step. `view` evaluates samples under the current weights, which the
+        steps yielded before have already changed."""
         raise AssertionError(f"{type(self).__name__} has no updates")
 
     def after_train_step(self, step: int, view: TrainerView) -> None:

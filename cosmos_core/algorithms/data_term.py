@@ -1,5 +1,6 @@
 """Data term for text models: the SFT loss on rows of a dataset, added to every optimizer step of an RL algorithm. The
-number of the step determines the rows. Diffusion models have `train.diffusion_setup.make_data_term` instead.
+number of an optimizer step determines its data rows, so that a checkpoint only stores the number. The data term of
+diffusion models is `train.diffusion_setup.make_data_term`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,6 +57,7 @@ class DataTermAlgorithm(Algorithm):
         return {"algorithm": self._algorithm.state_dict(), "num_updates": self._num_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that `state_dict` returned, or that a training without data term saved."""
+        """Restore a state that `state_dict` returned, or a state of the wrapped algorithm that a training without data
+        term saved."""
         self._algorithm.load_state_dict(state.get("algorithm", state))
         self._num_updates = int(state.get("num_updates", 0))

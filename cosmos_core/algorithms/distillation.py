@@ -130,7 +130,8 @@ def score_with_teacher(
 
 
 def unmask_prompt(sample: Sample, num_prompt_tokens: int) -> Sample:
-    """Return the sample with all prompt tokens but the first in the loss mask; their rollout log-probability is NaN."""
+    """Return the sample with its prompt tokens also in the loss mask, except the first. The policy did not sample
+    prompt tokens, so their rollout log-probabilities are NaN."""
     loss_mask = sample.loss_mask.copy()
     loss_mask[1:num_prompt_tokens] = 1
     assert sample.rollout_logprobs is not None

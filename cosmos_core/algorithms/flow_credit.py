@@ -135,7 +135,8 @@ class RewardMonitor:
         self._is_alarm_on = False
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Return the metrics of the groups of a train step, and log a warning when `watch/alarm` becomes 1."""
+        """Return the monitoring metrics of the groups of a train step, and log a warning when `watch/alarm` becomes 1
+        because diversity or a monitored reward has fallen."""
         scores = [score for group in groups for score in group.scores]
         means = {"reward": _mean_or_nan([score.value for score in scores]), "diversity": compute_diversity(groups)}
         means |= {name: _mean_or_nan([score.metrics.get(name) for score in scores]) for name in self._monitored_rewards}

@@ -35,7 +35,8 @@ _MAX_EXP_INPUT = 100.0
 
 @dataclass(frozen=True, slots=True)
 class SeededSample:
-    """Sample with the attributes of `data.flow_sample.FlowSample`, whose noise is made on access to save memory."""
+    """Sample with the attributes of `data.flow_sample.FlowSample`, whose noise is created on access instead of stored,
+    because a train step has many times more noise than latents."""
 
     latents: Tensor
     sigma: float
@@ -95,7 +96,8 @@ class FlowRl(Algorithm):
         return rollouts, metrics | self._reward_monitor.metrics(groups)
 
     def updates(self, samples: Sequence[FlowRollout], view: TrainerView) -> Iterator[Update]:
-        """Yield optimizer steps of up to `batch_size_per_optimize` completions; batches without update are skipped."""
+        """Yield optimizer steps of at most `batch_size_per_optimize` completions. Batches without a learning signal,
+        for which `make_optimizer_update` returns None, are skipped."""
         for batch in equal_batches(len(samples), self.config.batch_size_per_optimize):
             if (update := self.make_optimizer_update(samples[batch])) is not None:
                 if self.data_term is not None:

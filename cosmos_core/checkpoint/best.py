@@ -1,4 +1,5 @@
-"""Selection of the best step by validation metrics; `best.json` names it, and `max_keep` never drops its checkpoint."""
+"""Selection of the best step by validation metrics; `best.json` names it, and its checkpoint is kept even beyond the
+limit `max_keep` of checkpoints."""
 
 import math
 from collections.abc import Mapping

@@ -115,7 +115,8 @@ def export_folder(step: int) -> str:
 
 
 def loading_instructions(stage: Stage, auto_class_name: str) -> LoadingInstructions:
-    """Return the instructions for loading a stage's model with the auto class `auto_class_name` of transformers."""
+    """Return the instructions for loading a stage's model; `auto_class_name` names the model's auto class in
+    transformers."""
     preprocessor_name = "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
     return LoadingInstructions(
         "transformers",
@@ -179,8 +180,9 @@ def _get_upstream_info(stage: Stage) -> Mapping[str, Any]:
 
 
 def adapter_files(stage: Stage) -> dict[str, bytes]:
-    """Return the content of the adapter files that the upstream stage exported, by path in the export, with the public
-    name of the base model. Empty if no stage made the model, because the base model of its adapter is unknown."""
+    """Return the content of the adapter files that the upstream stage exported, by path in the export; the adapter's
+    config names the base model by its public name instead of a local folder. Empty if no stage made the model, because
+    the base model of an adapter in its folder is unknown."""
     is_made_by_stage = referenced_stage(stage.config.model) is not None
     adapter_paths = sorted(Path(stage.model, ADAPTER_FOLDER).glob("*")) if is_made_by_stage else []
     adapter_contents = {f"{ADAPTER_FOLDER}/{path.name}": path.read_bytes() for path in adapter_paths}

@@ -1,4 +1,5 @@
-"""Stage kind `export` for a diffusion model: write and verify the pipeline, and add a model card."""
+"""Stage kind `export` for a diffusion model: write the pipeline with its denoiser in `train.param_dtype`, verify the
+pipeline, and add a model card."""
 
 from functools import partial
 from typing import Any

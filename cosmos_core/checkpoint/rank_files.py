@@ -2,7 +2,8 @@
 
 Only one rank writes a replicated tensor. The layout is that of torch's distributed checkpoint (DCP),
 `HuggingFaceStorageWriter` with `save_distributed`, and DCP reads it on any mesh. DCP's writer is not used because it
-builds a file in memory first, needs collectives, and computes no digests; this module hashes the bytes while writing.
+builds a file in memory first, needs collectives and computes no digests; this module hashes the bytes while writing, so
+that no file is read again.
 """
 
 import hashlib
@@ -34,7 +35,8 @@ class LocalTensor(NamedTuple):
 
 
 def select_owned_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalTensor]:
-    """Return, by name, the local tensors of which this rank is the lowest with a replica; every rank calls this."""
+    """Return the local tensors that this rank writes, by name; the lowest rank with a replica of a tensor writes it.
+    The function is collective: every rank calls it."""
     local_tensors = {
         name: LocalTensor(shard, tuple(bounds.start for bounds in shard_bounds(tensor)))
         for name, tensor in tensors.items()

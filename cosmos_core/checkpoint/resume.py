@@ -124,7 +124,8 @@ def _read_step_number(policy_folder: Path) -> int:
 
 
 def check_checkpoint(policy_folder: Path) -> None:
-    """Raise the `ModelError` of `load_checkpoint` if a file is missing or of another size; contents are not checked."""
+    """Raise the `ModelError` of `load_checkpoint` if a file of the checkpoint is missing or of another size; files are
+    not hashed, and tensors are not compared with a model."""
     step = _read_step_number(policy_folder)
     refuse_pickled_shards(policy_folder)
     if obstacle := resume_obstacle(policy_folder.parent.parent, step, None, is_hashed=True):
@@ -164,7 +165,8 @@ def load_state(state: TrainState, policy_folder: Path) -> None:
 
 
 def _read_json_values(policy_folder: Path) -> dict[str, Any]:
-    """Return this rank's JSON values; if the number of ranks has changed, the first rank's without random states."""
+    """Return the JSON values that this rank saved. If the number of ranks has changed, return the first rank's values
+    without the states of its random generators."""
     num_saved_ranks, num_current_ranks = read_manifest(policy_folder).get("ranks", 1), num_ranks()
     file_name = json_file_name(rank_number() if num_saved_ranks == num_current_ranks else 0)
     # A verified digest shows that the file is undamaged, so parsing it needs no error handling.
@@ -177,7 +179,8 @@ def _read_json_values(policy_folder: Path) -> dict[str, Any]:
 
 
 def refuse_pickled_shards(policy_folder: Path) -> None:
-    """Raise a `ModelError` if a folder has a checkpoint of Cosmos-RL, whose pickled files could run code when read."""
+    """Raise a `ModelError` if a folder holds a checkpoint of Cosmos-RL, whose pickled `.pth` files could run code when
+    read."""
     if policy_folder.is_dir() and (pickled_shards := sorted(policy_folder.glob("*.pth"))):
         raise ModelError(
             f"{pickled_shards[0]} is a pickled checkpoint of Cosmos-RL, which could run any code when read; "

@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Reader and only writer of the checkpoints in a folder; every rank calls its public methods."""
+    """Writer and reader of all checkpoints of a training, in a folder to which no other process writes. All public
+    methods are collective: every rank calls them."""
 
     def __init__(
         self,
@@ -113,7 +114,8 @@ class Checkpointer:
         return step
 
     def write_best_step(self, best_step: BestStep | None) -> None:
-        """Write the best step to `best.json` in the parent folder; remove the file if its checkpoint is missing."""
+        """Write the best step to `best.json`, in the parent folder of the checkpoints; remove the file if `best_step`
+        is None, or if the checkpoint of the best step is gone."""
         best_step_file = self._folder.parent / BEST_STEP_FILE
         if best_step is not None and is_first_rank() and step_folder(self._folder, best_step.step).exists():
             write_json(best_step_file, asdict(best_step))
@@ -168,7 +170,8 @@ class Checkpointer:
             self._on_saved(step)
 
     def _copy_to_host(self, tensors: dict[str, LocalTensor]) -> dict[str, LocalTensor]:
-        """Return copies of the tensors in host memory; from a GPU, in pinned memory, which the next save reuses."""
+        """Return copies of the tensors in host memory; from a GPU they are made on a separate stream into pinned
+        memory, which the next save reuses."""
         if self._stager is None:
             return {name: shard._replace(tensor=shard.tensor.to("cpu", copy=True)) for name, shard in tensors.items()}
         torch.cuda.current_stream().synchronize()  # the stager's stream would not wait for the current stream
@@ -176,7 +179,8 @@ class Checkpointer:
         return {name: shard._replace(tensor=host_tensors[name]) for name, shard in tensors.items()}
 
     def _commit_checkpoint(self, step: int, records_by_rank: list[dict[str, Any]]) -> None:
-        """Move all ranks' files into the checkpoint's folder, and write the manifest with their `records_by_rank`."""
+        """Move the files of all ranks into the folder of the checkpoint, and write its manifest. `records_by_rank` has,
+        for each rank, the size and digest of its files by name."""
         final_folder = step_folder(self._folder, step)
         with replace_folder(final_folder) as temporary_folder:
             policy_folder = temporary_folder / "policy"

@@ -71,7 +71,8 @@ def named_tensors(state: TrainState) -> dict[str, Tensor]:
 
 
 def json_values(state: TrainState) -> dict[str, JsonValue]:
-    """Return `loop_state` and the states of feed and algorithm as JSON, with a JSON object in place of each tensor."""
+    """Return the JSON values of a training state: `loop_state` and the states of feed and algorithm. Each tensor is
+    replaced by a JSON object with the tensor's name."""
     state_by_field = {name: getattr(state, name) for name in _STATEFUL_FIELD_NAMES}
     return state.loop_state | {key: _extract_tensors(value, key, {}) for key, value in state_by_field.items() if value}
 

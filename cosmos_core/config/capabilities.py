@@ -80,7 +80,8 @@ def _metric_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
 
 
 def _measured_model_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
-    """Yield an error if a gate's metrics are those of the final model, but the upload after it has another one."""
+    """Yield an error if the metrics that a gate reads were measured on the final model of a training, but the upload
+    after the gate publishes another checkpoint."""
     dependents = pipeline.stage_and_dependents(stage.name) if stage.require else set[str]()
     metric_stages = [name for name in map(pipeline.stage, stage.after) if pipeline.stage_kind(name).makes == "metrics"]
     for upload in pipeline.stages:
@@ -103,7 +104,8 @@ def _can_any_report_metric(pipeline: Pipeline, names: Collection[str], metric: s
 
 
 def _suggest_metric(pipeline: Pipeline, stage_names: Collection[str], metric: str) -> str:
-    """Return a hint at the validation metric most similar to `metric` that the stages can report; empty if none."""
+    """Return the end of an error message that suggests the validation metric most similar to `metric` among those that
+    the stages can report; empty if they report none."""
     metric_names = [_VALIDATION_METRIC_PREFIX + name for name in _VALIDATION_METRICS if "*" not in name]
     metric_names = [each for each in metric_names if _can_any_report_metric(pipeline, stage_names, each)]
     return suggest_names(metric, metric_names) if metric_names else ""

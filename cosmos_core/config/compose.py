@@ -185,7 +185,7 @@ def append_stage(pipeline: Pipeline, stage_table: TomlTable, recipe_tables: Toml
 
 
 def _check_serializable(pipeline: Pipeline) -> None:
-    """Raise `ConfigError` if a run could not save the pipeline as TOML and read it again."""
+    """Return the pipeline unchanged; raise `ConfigError` if a run could not save it as TOML and read it again."""
     resolved_tables = pipeline.as_toml()
     problem_text = describe_unsupported_value(resolved_tables)
     # Estimate the size by `repr` first, because writing the pipeline as TOML takes seven times as long.
@@ -334,7 +334,8 @@ def _check_stages(pipeline: Pipeline) -> None:
 
 
 def _check_stage_kind(error_prefix: str, stage: StageConfig, recipe: Recipe, kinds: StageKinds) -> None:
-    """Raise `ConfigError` if the kind refuses a key or the algorithm of a stage, or if a required key is missing."""
+    """Raise `ConfigError` if the kind of a stage ignores one of its keys, needs a missing key, or cannot train with the
+    algorithm of the recipe."""
     stage_kind = kinds[stage.kind]
     for key in dict.fromkeys(key for other_kind in kinds.values() for key in other_kind.allowed_keys):
         if getattr(stage, key) and key not in stage_kind.allowed_keys:
@@ -351,7 +352,8 @@ def _check_stage_kind(error_prefix: str, stage: StageConfig, recipe: Recipe, kin
 
 
 def _with_output_dir(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with the `output_dir` of `[pipeline]` or its recipes, which must then have the same."""
+    """Return the pipeline with the `output_dir` that its recipes set, unless `[pipeline]` sets one; raise `ConfigError`
+    if recipes set different folders."""
     if folder := pipeline.config.output_dir:
         train_output_dirs = {recipe.train.output_dir for recipe in pipeline.recipes.values()} - {_DEFAULT_OUTPUT_DIR}
         no_effect_text = f"has no effect here: pipeline.output_dir = {folder!r}"

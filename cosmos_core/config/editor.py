@@ -18,7 +18,8 @@ class _ConfigFile(Recipe):
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema (dialect 2020-12) of a configuration file; descriptions of keys include their status."""
+    """Return the JSON schema (dialect 2020-12) of a configuration file. The descriptions of keys say whether they have
+    an effect and are supported."""
     schema = _ConfigFile.model_json_schema()
     # `type` of `train_policy` is optional, since a file named in `extends` may set it, or other keys imply it.
     for name in ("SftConfig", "DpoConfig", "KtoConfig"):

@@ -143,7 +143,8 @@ def _ranks_per_shard(mesh: ParallelismConfig) -> int:
 
 
 def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model: Mapping[str, Any]) -> None:
-    """Check that tp, cp, pp and ep divide heads, features, layers and experts; any vocabulary can be split."""
+    """Check that the mesh sizes tp, cp, pp and ep divide the heads, features, layers and experts of the model. Any
+    vocabulary can be split, also unevenly."""
     count_keys = (_HEAD_COUNT_KEYS, _LAYER_COUNT_KEYS)
     num_heads, num_layers = (next((model[key] for key in key_group if key in model), None) for key_group in count_keys)
     num_kv_heads = model.get("num_key_value_heads")
@@ -237,7 +238,8 @@ def _choose_default_mode(recipe: Recipe, num_gpus: int | None) -> tuple[Recipe, 
 
 
 def _with_colocated_engine_size(recipe: Recipe) -> tuple[Recipe, str]:
-    """Return the recipe with an engine `tp_size` that divides the number of ranks, and the changed setting as text."""
+    """Return the recipe with a `tp_size` of the rollout engines that divides the number of ranks, and the new setting
+    as a text, which is empty if nothing changes."""
     num_ranks, engine_mesh = recipe.policy.parallelism.world_size, recipe.rollout.parallelism
     if num_ranks % engine_mesh.tp_size == 0:
         return recipe, ""

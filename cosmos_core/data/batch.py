@@ -28,8 +28,9 @@ class SequenceBounds:
     __slots__ = ("boundaries", "prompt_indices")
 
     def __init__(self, boundaries: np.ndarray, prompt_indices: Sequence[int] | None = None) -> None:
-        """Store the boundaries of B sequences, int32, (B + 1), beginning with 0. `prompt_indices[i]` is the index of
-        the packed prompt that sequence i continues, or -1; None: no sequence continues another."""
+        """Store the boundaries of B sequences, int32, (B + 1), beginning with 0. If sequence i continues a prompt that
+        is packed as a sequence of its own, `prompt_indices[i]` is the index of that prompt, otherwise -1. None means
+        that no sequence continues another."""
         self.boundaries, self.prompt_indices = boundaries, prompt_indices or [-1] * (len(boundaries) - 1)
 
 

@@ -150,7 +150,8 @@ def _make_row_fingerprint(location: str, row_texts: list[str]) -> tuple["RowFing
 
 
 def iterate_texts(content: Any) -> Iterator[str]:
-    """Yield all texts in nested lists and dictionaries, except system turns; arguments of a tool call are one text."""
+    """Yield all texts in nested lists and dictionaries, such as turns, except the texts of system turns. The arguments
+    of a tool call are one text, as JSON."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, dict):
@@ -185,7 +186,8 @@ class RowFingerprint(NamedTuple):
         return [int.from_bytes(self.digest[:8]), *band_keys]
 
     def find_match(self, candidates: Iterable["RowFingerprint"], min_similarity: float) -> dict[str, Any] | None:
-        """Return the match with the most similar candidate if it reaches `min_similarity` (0: equal texts only)."""
+        """Return the match with the most similar of `candidates`; None if none has an equal text or a similarity of at
+        least `min_similarity` (0: only equal texts match)."""
         best_candidate, best_similarity = None, min_similarity or 2.0
         for candidate in candidates:
             similarity = 2.0 if self.digest == candidate.digest else self.compute_similarity(candidate)

@@ -47,8 +47,9 @@ def make_span_token_mask(span: Span, token_starts: np.ndarray, token_ends: np.nd
 def tokenise_prompt_and_completion(
     tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str, location: str
 ) -> tuple[list[int], list[int]]:
-    """Return token ids and loss mask of plain texts. The mask is 1 for tokens with characters of the completion and for
-    the end token. Raise DataError if a token crosses the border and the tokenizer has no character offsets."""
+    """Return token ids and loss mask of a prompt and completion of plain text. The mask is 1 for tokens with characters
+    of the completion and for the end token. Raise DataError if a token crosses the border and the tokenizer
+    has no character offsets."""
     text = prompt + completion
     all_ids, _ = _tokenise_plain_text(tokenizer, text)
     text_ids, text_mask = _tokenise_with_loss_mask(tokenizer, text, [(len(prompt), len(text))], location)
@@ -105,7 +106,8 @@ def _tokenise_with_loss_mask(
 def _tokenise_between_borders(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], location: str
 ) -> tuple[list[int], list[int]]:
-    """Tokenise the texts between span borders separately; raise DataError if the whole text has other tokens."""
+    """Tokenise the texts between span borders separately, for a tokenizer without character offsets. Raise DataError if
+    the whole text has other tokens."""
     ids, mask = list[int](), list[int]()
     span_boundaries = [0, *(boundary for span in spans for boundary in span), len(text)]
     for text_index, (start, end) in enumerate(pairwise(span_boundaries)):

@@ -19,7 +19,8 @@ _MAX_LITERAL_CHARACTERS = 1 << 20  # longest text for `_parse_literal`, which ne
 
 def decode_conversation(cell: Any, location: str = "") -> Any:
     """Decode a conversation that is stored as text, or as the pairs of turns of ms-swift; return any other value
-    unchanged. With a `location`, raise DataError if a text that begins like turns cannot be decoded."""
+    unchanged. Raise DataError if a text that begins like turns cannot be decoded; without a `location` such a text is
+    returned unchanged."""
     if isinstance(cell, list) and cell and all(isinstance(e, dict) and e.keys() in _TURN_PAIR_KEYS for e in cell):
         is_assistant = "assistant".__eq__  # sort the user's turn first: columnar formats may have sorted the keys
         return [{"role": role, "content": pair[role]} for pair in cell for role in sorted(pair, key=is_assistant)]
@@ -51,7 +52,8 @@ def decode_history(cell: Any, location: str) -> list[dict[str, Any]]:
 
 
 def _parse_literal(literal_text: str) -> Any:
-    """Return the value of a Python literal, also in NumPy's form without commas between dictionaries, else None."""
+    """Return the value of a Python literal; NumPy's form without commas between dictionaries is allowed. Return None if
+    the text is no literal."""
     try:
         python_tokens = [token.string for token in tokenize.generate_tokens(StringIO(literal_text.strip()).readline)]
         token_pairs = pairwise([*filter(str.strip, python_tokens), ""])

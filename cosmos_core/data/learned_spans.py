@@ -165,8 +165,9 @@ def _find_marked_spans(
     template: str, tokenizer: PreTrainedTokenizerBase, turns: list[Message], rendered_text: str, tools: Tools
 ) -> list[Span] | None:
     """Return the spans of characters inside the {% generation %} tags of `template`; None if they cannot be located.
-    Each tag is extended to render a marker character: transformers' mask of tokens is wrong after a character of
-    several tokens, and its positions are wrong for tags in a macro or a `set` block."""
+    transformers' mask of tokens is not used, because it is wrong after a character of several tokens. Each tag is
+    extended to render a marker character, because transformers' positions are wrong for tags in a macro or a `set`
+    block."""
     template_arguments = {"conversations": [turns], "tools": tools, **tokenizer.special_tokens_map}
 
     def append_marker(tag: re.Match[str]) -> str:  # the empty `if` strips the same whitespace as the tag

@@ -91,7 +91,8 @@ class MediaCache:
         return dict(shard_record.get("refused", {})) if isinstance(shard_record, dict) else {}
 
     def write_shard(self, shard_key: str, entry_by_key: Mapping[str, EncoderOutput | str]) -> None:
-        """Write the tensors of a shard, then its record. An entry is an encoding, or the reason why there is none."""
+        """Write the tensors of a shard, then the record that marks the shard as complete. An entry is an encoding, or
+        the reason why there is none."""
         shard_path = self.get_shard_path(shard_key)
         temporary_path = shard_path.with_name(f".{shard_path.name}.{os.getpid()}.tmp")
         tensors = {

@@ -112,7 +112,8 @@ class MediaPrompts(_MediaTable[Prompt]):
     """Prompts to sample images or clips from, by row, with their text embeddings."""
 
     def __init__(self, table: pa.Table, folder: Path, reference_key: str = "", clips: MediaRows | None = None) -> None:
-        """Wrap prompts, with the clips of the same rows for rollouts from frames; see `find_reference_response`."""
+        """Wrap a table of prompts; for `reference_key` see `find_reference_response`. `clips` are the clips of the same
+        rows, for rollouts that are conditioned on first frames."""
         super().__init__(table, folder)
         self._reference_key, self._latent_clips = reference_key, clips
 

@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Encoders:
-    """Encoders of a model, which loads their weights on first use."""
+    """Encoders that load their weights on first use, with the properties that do not require the weights."""
 
     model: DiffusionModel
     digest: str

@@ -109,7 +109,8 @@ def read_conversation(
     inserted at the beginning if the row has no system turn. `with_images` allows content that is a list of `text` and
     `image` parts or contains <image> (`images.py`).
 
-    Raise DataError for a missing column, an unknown role, or content that is not text, SkippedRow for an empty row."""
+    Raise DataError for a row without a known column, an unknown role, or content that is not text, and SkippedRow if
+    the text or conversation is empty."""
     present_column = find_column(row, (column, *_CONVERSATION_COLUMNS))
     pair_columns: tuple[str, ...] = ()
     if not (present_column and is_filled(row, present_column)):

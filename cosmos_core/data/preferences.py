@@ -95,7 +95,8 @@ def read_preference(
 
 
 def remove_repeated_prompt(prompt: Any, *completions: Any) -> list[str]:
-    """Return completions without the prompt of several lines that all begin with; an empty list if there is none."""
+    """Return completions without the prompt that all of them begin with. Return an empty list if one of them does not
+    begin with the prompt, or if the prompt is a single line."""
     is_multi_line = isinstance(prompt, str) and "\n" in prompt.strip()
     is_repeated = is_multi_line and all(isinstance(text, str) and text.startswith(prompt) for text in completions)
     return [text[len(prompt) :] for text in completions] if is_repeated else []

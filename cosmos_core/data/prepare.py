@@ -158,8 +158,9 @@ def _write_split(
     stage: Stage, split_path: Path, row_specs: list[RecordSpec], sources: list[_RowSource], num_rows_done: int,
     total_rows: int,
 ) -> tuple[SplitCounts, list[SplitCounts]]:  # fmt: skip
-    """Write the prepared file of a split, before which `num_rows_done` of `total_rows` rows were processed; return the
-    statistics of the split and of each data set. Raise DataError if too many rows are unreadable, or none is left."""
+    """Write the prepared file of a split; return the statistics of the split and of each of its data sets. Raise
+    DataError if too many rows cannot be read, or no row of a data set is left. `num_rows_done` of `total_rows` rows
+    were processed before."""
     split_counts, counts_by_source = SplitCounts(row_specs[0]), [SplitCounts(row_spec) for row_spec in row_specs]
     row_chunks = _tokenise_all(stage, row_specs, sources)
     with pa.ipc.new_file(split_path, row_specs[0].schema) as split_file, closing(row_chunks):

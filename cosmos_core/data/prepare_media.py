@@ -202,7 +202,8 @@ class _SplitEncoder:
         return len(records), skip_reasons
 
     def count_cut_prompts(self, split: MediaSplit) -> tuple[int, str]:
-        """Return the number of prompts that are too long for the text encoder, and its limit in words."""
+        """Return the number of prompts of a split whose end the text encoder ignores, because they are too long, and
+        a description of the maximum length for messages."""
         model_folder = self._encoders.model.folder
         tokenizer_name, num_added_tokens = self._encoders.model.prompt_tokenizer
         max_length = self._stage.recipe.policy.diffusers.max_prompt_length

@@ -113,7 +113,8 @@ def load_rows(dataset: RowsConfig, config_key: str = "dataset", loader: UserData
 
 
 def get_policies_by_dataset(stage: Stage) -> dict[str, AlgorithmConfig]:
-    """Return the training settings of each data set by its configuration key; `data` of a stage replaces them all."""
+    """Return the training settings of each training data set, by the configuration key of the data set. If the stage
+    has the key `data`, it replaces the data sets of the recipe."""
     algorithm = stage.recipe.train.train_policy
     dataset_path, config_key = str(stage.data), f"stage {stage.name!r}: data"
     if stage.data is None:
@@ -262,7 +263,8 @@ def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
 
 
 def _check_file_names(files: list[Path], config_key: str) -> None:
-    """Refuse two files of one name and different suffixes, such as a file and its compressed copy."""
+    """Refuse two files of one name and different suffixes, such as a file and its compressed copy, whose rows would be
+    read twice."""
     file_by_stem: dict[str, Path] = {}
     for file in files:
         first_file = file_by_stem.setdefault(file.name[: -len(data_suffix(file.name))], file)

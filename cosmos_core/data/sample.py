@@ -58,7 +58,8 @@ def batch_within_token_limit(samples: Sequence[Sample], max_tokens: int | None) 
 
 
 def swap_responses(samples: Sequence[Sample], max_tokens: int) -> list[Sample]:
-    """Return each prompt with the response of the previous sample (the first: the last), cut to `max_tokens`."""
+    """Return each prompt with the response of the previous sample, and the first prompt with the last response. Each
+    sequence is cut to `max_tokens`."""
     response_starts = [int(sample.loss_mask.argmax()) for sample in samples]
 
     def swap(field_name: str, i: int) -> np.ndarray:

@@ -73,7 +73,8 @@ _process_limits = _ProcessLimits()
 
 @contextmanager
 def share_timer() -> Iterator[None]:
-    """Let all `limit_resources` blocks of the main thread use one timer, which saves most of their overhead."""
+    """Return a context manager in which all `limit_resources` blocks of the main thread use one timer, which saves most
+    of their overhead."""
     with _process_limits.run_timer() if _is_main_thread() and not _process_limits.is_timer_running else nullcontext():
         yield
 

@@ -13,7 +13,8 @@ from cosmos_core.types import Outcome
 
 
 def check(stage: Stage) -> Outcome:
-    """Raise `ConfigError` or `ModelError` if the model cannot be read, or a format cannot be written or loaded."""
+    """Check that the model can be read, and that each quantised format can be written and loaded. Raise `ConfigError`
+    or `ModelError` for the first problem."""
     check_outcome = check_model.run(stage)
     if not stage.recipe.export.quantized_formats:
         return check_outcome

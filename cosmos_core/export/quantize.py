@@ -54,7 +54,8 @@ class LinearLayers(NamedTuple):
 
 
 def find_layers(model: PreTrainedModel) -> LinearLayers:
-    """Return the linear layers of a model; raise `ModelError` if it has experts, or none in its decoder blocks."""
+    """Return the linear layers of a model, which may be on the meta device. Raise `ModelError` if the model has
+    experts, or no linear layers in decoder blocks."""
     path = find_layers_path(model)
     linear_modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     block_layers = {name: module for name, module in linear_modules.items() if path and name.startswith(f"{path}.")}

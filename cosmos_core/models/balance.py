@@ -40,7 +40,8 @@ class LoadBalancingSettings:
 
 
 def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> LoadBalancingSettings | None:
-    """Return the settings of the load-balancing loss (None: coefficient 0); raise ConfigError if there is no loss."""
+    """Return the settings of the load-balancing loss of a model; None if the coefficient is 0. Raise ConfigError if
+    transformers has no load-balancing loss for the model."""
     if not coefficient:
         return None
     config: Any = model.config.get_text_config()

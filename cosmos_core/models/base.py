@@ -93,9 +93,12 @@ class MicroBatchRunner(Protocol):
     def run(
         self, batch_builders: Sequence[Callable[[], Any]], loss_fn: LossFn, output_request: OutputSpec, max_rows: int
     ) -> None:
-        """Run the forward pass of the micro-batches that `batch_builders` build and, if gradients are enabled, the
-        backward pass. On ranks that have the last layer, `loss_fn` is called with each batch and the outputs in
-        `output_request`. `max_rows` is the maximum number of rows in the model at the same time."""
+        """Run the forward pass of micro-batches and, if gradients are enabled, the backward pass.
+
+        `batch_builders` are functions that build the micro-batches. `output_request` says which outputs are computed.
+        On ranks that have the last layer, `loss_fn` is called with each batch and its outputs. `max_rows` is the
+        maximum number of rows in the model at the same time.
+        """
 
     def train(self, is_training: bool) -> None:
         """Switch the model to training mode (with dropout) if `is_training` is True, otherwise to evaluation mode."""
@@ -145,8 +148,8 @@ class ModelAdapter(Protocol):
 
     def export(self, export_folder: Path) -> ExportResult | None:
         """Write the model to a folder in its training dtype, and verify that the written model has the same outputs;
-        raise StageFailed if the disk is full or outputs differ. All ranks must call this method; only the first one
-        writes and returns a result."""
+        raise StageFailed if the disk is full, or if the outputs differ. All ranks must call this method. The first rank
+        writes and returns the result; other ranks return None."""
 
     def prestart_verification(self) -> None:
         """Start the process that verifies the export, which takes seconds to import its libraries."""

@@ -88,7 +88,8 @@ def make_input_processing(
     image_reader: ImageReader | None = None,
     processor_files: Mapping[str, bytes] = {},
 ) -> InputProcessing:
-    """Return the `InputProcessing` of a model; the id 0 pads if the model has no embedding of the pad token."""
+    """Return the `InputProcessing` of a model. The tokenizer must have a pad token; if the model has no embedding for
+    it, the token with id 0 is used for padding."""
     pad_id, num_token_ids = int(tokenizer.pad_token_id), int(max(tokenizer.get_vocab().values())) + 1
     pad_id = pad_id if pad_id < model.config.get_text_config().vocab_size else 0
     return InputProcessing(pad_id, image_reader, tokenizer, processor_files, num_token_ids)
@@ -153,7 +154,11 @@ class CausalLM(ModelAdapter):
         self, samples: Sequence[Sample], sorted_indices: Sequence[int], max_rows: int, num_ranks: int
     ) -> list[list[int]] | None:
         """Put completions of one prompt into one micro-batch if packed rows can share prompts; otherwise group padded
-        rows by length. SFT samples are not rearranged: another order of summation would round gradients differently."""
+        rows by length.
+
+        Samples without rollout log-probabilities (SFT) are not rearranged, because another order of summation would
+        round gradients differently.
+        """
         if any(samples[i].rollout_logprobs is None for i in sorted_indices):
             return None
         if self._has_merged_prompts:
@@ -273,7 +278,8 @@ class CausalLM(ModelAdapter):
         return runner
 
     def _enable_packed_rows(self, runner: MicroBatchRunner) -> None:
-        """Enable packed rows if the model supports them; raise ModelError if it does not and cp_size > 1 needs them."""
+        """Enable packed rows, or use padded rows if the model does not support packing; raise ModelError if context
+        parallelism needs packing."""
         mesh = self.mesh
         compute_dtype = getattr(torch, self._train_config.param_dtype)
         fsdp_roots = runner.root_modules if mesh else ()

@@ -22,7 +22,8 @@ CHAT_TEMPLATES = {
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
     """Set the chat template of a tokenizer. `name` is a key of `CHAT_TEMPLATES`, or the path of a Jinja file; None:
-    keep the template. Raise ConfigError if the file is missing, empty or JSON, or if the tokenizer lacks its tokens."""
+    keep the template of the tokenizer. Raise ConfigError if the file is missing, empty or JSON, or if the tokenizer's
+    vocabulary lacks tokens of the template."""
     if name is None:
         return
     if name not in CHAT_TEMPLATES:

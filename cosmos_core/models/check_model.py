@@ -40,7 +40,8 @@ class CheckResult(NamedTuple):
 
 
 def check_model(model: str, model_class: str | None = None) -> Iterator[CheckResult]:
-    """Yield the results of the checks of a pipeline, of which only the first is made if no family supports it."""
+    """Yield the results of the checks of a pipeline. A check that raises an error has failed. If no family supports the
+    pipeline, all further checks are skipped."""
     config = DiffusersConfig(max_prompt_length=64)
     policy_config = PolicyConfig(is_diffusers=True, model_name_or_path=model, model_class=model_class, diffusers=config)
     try:

@@ -14,7 +14,8 @@ logger = logging.getLogger(__name__)
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile each transformer block of a model; raise ConfigError if this machine lacks what torch.compile needs."""
+    """Compile each transformer block of a model with torch.compile; raise ConfigError if this machine lacks a compiler
+    that torch.compile needs."""
     if missing_requirement := measure_machine().lacks:
         raise ConfigError(f"train.compile needs {missing_requirement}; install it, or set train.compile = false")
     blocks = transformer_blocks(model)

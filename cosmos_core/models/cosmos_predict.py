@@ -71,7 +71,8 @@ class CosmosPredict(SanaVideo):
     def nft_prepare_transformer_input(
         self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_conditioning_B: Tensor | None = None
     ) -> dict[str, Any]:
-        """Return the arguments of the denoiser; timesteps are noise levels from 0 to 1, one per frame."""
+        """Return the arguments of the denoiser for latents at their noise levels. Timesteps are noise levels from 0 to
+        1, one per frame."""
         trained_mask = self.trained_frames_mask(latents, num_conditioning_B)
         if trained_mask is None:
             trained_mask = latents.new_ones(len(latents), 1, latents.shape[2], 1, 1)

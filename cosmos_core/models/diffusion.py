@@ -145,8 +145,11 @@ class DiffusionModel:
         *,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Return the velocity (noise minus clean latents) that the denoiser predicts, in the dtype of the latents. The
-        velocity of conditioning frames is 0. `dtype` is that of the denoiser's weights; None: that of the latents."""
+        """Return the velocity (noise minus clean latents) that the denoiser predicts, in the dtype of the latents.
+
+        Conditioning frames are clean in `latents` and have velocity 0. `dtype` is the dtype of the denoiser's weights;
+        None: the dtype of the latents.
+        """
         sigma_B = sigma_B.to(latents.device, torch.float32)
         denoiser_arguments = self.nft_prepare_transformer_input(latents, sigma_B, text, num_conditioning_B)
         dtype = dtype or latents.dtype
@@ -178,7 +181,8 @@ class DiffusionModel:
         )
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
-        """Divide the tokens of clips among the ranks of a mesh in the denoiser; its inputs and outputs stay whole."""
+        """Divide the tokens of each clip among the ranks of a mesh inside the denoiser. Every rank calls the denoiser
+        with whole clips, and gets the velocities of whole clips."""
         raise NotImplementedError(type(self).__name__)
 
     def pipeline_with_logprob(self, sample: Callable[..., Any], predict: VelocityFn, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +240,8 @@ class DiffusionModel:
         return math.lcm(self.pixels_per_latent[1] * patch_length, self.pipeline_multiple)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of the latents of one image or clip; raise ConfigError for a size that is not supported."""
+        """Return the shape of the latents of one image or clip from its size in pixels and frames; raise ConfigError if
+        the network does not support the size."""
         temporal_factor, pixels_per_position = self.pixels_per_latent
         for name, pixel_size in (("height", height), ("width", width)):
             if pixel_size % self.size_multiple:
@@ -322,7 +327,8 @@ class DiffusionModel:
                 "max_sequence_length": self.config.max_prompt_length, **frame_settings}  # fmt: skip
 
     def load_denoiser(self, dtype: torch.dtype) -> Any:
-        """Return the denoiser with all weights on the CPU in `dtype`."""
+        """Return the denoiser with all weights on the CPU in `dtype`. FSDP needs weights of one dtype, but in half
+        precision diffusers leaves some weights in float32."""
         # In half precision, diffusers leaves some weights in float32, but FSDP needs weights of one dtype.
         return torch.nn.Module.to(self.folder.load(self.denoiser_name, dtype), dtype)
 

@@ -1,6 +1,7 @@
 """Write a causal language model as a folder in Hugging Face format.
 
-A LoRA adapter is written twice: merged into the model, and separately in `lora/`. `verify_export.py` verifies both.
+A LoRA adapter is written twice: merged into the model, and separately in the subfolder `lora/`. `verify_export.py`
+verifies the written folder.
 """
 
 import copy

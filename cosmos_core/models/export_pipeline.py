@@ -35,9 +35,12 @@ def export_pipeline(
     dtype: torch.dtype | None = None,
     extra_files: Mapping[str, bytes] = {},
 ) -> None:
-    """Write the pipeline with `model` as its denoiser to a folder, atomically; raise StageFailed if the disk is full or
-    broken. Written weights of the denoiser are cast to `dtype` (None: unchanged). `extra_files` has further files by
-    path in the folder."""
+    """Write the pipeline with `model` as its denoiser to the folder `export_folder`, atomically; raise StageFailed if
+    the disk is full or broken.
+
+    The denoiser's weights are cast to `dtype` (None: unchanged) without changing the model itself. `extra_files` has
+    the contents of further files by path in the folder.
+    """
     with write_export(export_folder, extra_files) as staging_folder:
         for relative_path in untrained_files(family.folder, family.denoiser_name):
             (staging_folder / relative_path).parent.mkdir(parents=True, exist_ok=True)

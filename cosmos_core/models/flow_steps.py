@@ -93,7 +93,8 @@ def flow_cps_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_strengt
 
 
 def ddim_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_strength: float) -> StepDistribution:
-    """Return the step of DDIM (arXiv 2010.02502) for a flow; strength 0: Euler; 1: posterior of the forward process."""
+    """Return the step of DDIM (arXiv 2010.02502) for a flow. Noise strength 0 is the Euler step, and noise strength 1
+    the posterior of the forward process."""
     sigma, next_sigma = noise_levels.sigma, noise_levels.next_sigma
     noise_variance = (sigma**2 - ((1 - sigma) / (1 - next_sigma) * next_sigma) ** 2).clamp(min=0)
     std = torch.minimum(noise_strength * next_sigma / sigma * torch.sqrt(noise_variance), next_sigma)
@@ -120,7 +121,8 @@ def compute_step_distribution(
 
 def log_prob(distribution: StepDistribution, next_latents: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return for each sample the log-probability of the latents `next_latents` after a step, as the *mean* over the
-    elements with mask 1 (None: all); conditioning frames have mask 0. Clip ranges of a mean are as small as 1e-4."""
+    elements with mask 1 (None: all elements); conditioning frames have mask 0. Because the value is a mean, clip ranges
+    are as small as 1e-4."""
     mean, next_latents = distribution.mean, next_latents.to(distribution.mean.dtype)
     squared_error_B = mean_per_sample((next_latents - mean) ** 2, mask)
     if not distribution.has_log_density:
@@ -130,7 +132,8 @@ def log_prob(distribution: StepDistribution, next_latents: Tensor, mask: Tensor 
 
 
 def euler_step(x: Tensor, v: Tensor, sigma: Tensor, next_sigma: Tensor) -> Tensor:
-    """Return the latents after an Euler step, which equals DDIM with noise strength 0 and DPM-Solver++ of order 1."""
+    """Return the latents after an Euler step from noise level `sigma` to `next_sigma`. DDIM with noise
+    strength 0 and DPM-Solver++ of order 1 are the same step."""
     return x + v * broadcast_per_sample(next_sigma - sigma, x)
 
 

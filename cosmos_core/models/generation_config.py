@@ -33,7 +33,8 @@ def load_generation_config(model: str, revision: str | None = None) -> Generatio
 
 
 def find_refused_generation_settings(model: str, revision: str | None = None) -> list[str]:
-    """Return the names of a model's generation settings that transformers, and so rollout engines, refuse to load."""
+    """Return the names of a model's generation settings that transformers, and therefore rollout engines, refuse to
+    load; raise ModelError if the file is not a JSON object."""
     return _split_refused_settings(_read_generation_config(model, revision) or {})[1]
 
 

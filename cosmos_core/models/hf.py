@@ -1,6 +1,7 @@
 """Loading of language models in Hugging Face format, with checks of all loaded tensors and of prepared rows.
 
-This is the only module that selects model classes of transformers.
+This is the only module that selects model classes of transformers. Adapters, meshes, log-probabilities and diffusion
+models are in other modules.
 """
 
 import copy

@@ -1,8 +1,9 @@
 """Kernels of other packages that replace those of torch: Liger's norms, rotary embedding and activation functions, and
 torchao's fp8 matrix products of linear layers.
 
-The kernels need an NVIDIA GPU. Tests cover the conversion to fp8 and back, and its emulated results. Importing this
-module also makes transformers' experts run in the dtype of autocast on a GPU.
+The kernels need an NVIDIA GPU. Tests cover the conversion to fp8, its reversal and, in emulation, its numerical
+results, but not the kernels on a GPU. Importing this module also makes transformers' experts run in the dtype of
+autocast on a GPU.
 """
 
 import importlib
@@ -68,7 +69,8 @@ def enable_fp8_if_supported(model: PreTrainedModel, fp8_config: FP8Config) -> No
 
 
 def convert_to_fp8(model: PreTrainedModel, fp8_config: FP8Config, *, emulate: bool = False) -> None:
-    """Make the linear layers in a model's blocks compute fp8 products; `emulate` computes them without an fp8 GPU."""
+    """Convert the linear layers in the blocks of a model to fp8 products, on any machine; `emulate` computes the same
+    numbers as an fp8 GPU in higher precision, slowly."""
     float8: Any = importlib.import_module("torchao.float8")
     # Pad inner dimensions, because fp8 products need multiples of 16, and micro-batches have any number of tokens.
     config = float8.Float8LinearConfig.from_recipe_name(fp8_config.quant_recipe)

@@ -1,6 +1,8 @@
-"""LoRA (arXiv 2106.09685) through PEFT, which injects an adapter into a model without replacing the model object.
+"""LoRA (arXiv 2106.09685) through PEFT: adapters are injected into a model, so that the rest of the program keeps using
+the same model object.
 
-A model has at most one adapter, in the dtype of its base weights. `merge_adapter` makes merged weights.
+A model has at most one adapter. Rollout engines, exports and checks get merged weights through `merge_adapter`. Base
+weights and adapters have the dtype of the model.
 """
 
 import copy
@@ -200,7 +202,8 @@ def split_factor_key(key: str) -> tuple[str, str]:
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapter of a model to a folder, from which `PeftModel.from_pretrained(base, folder)` loads it."""
+    """Write the adapter of a model to a folder in PEFT's format. `PeftModel.from_pretrained(base, folder)` then loads
+    the adapter onto the original base model."""
     config = make_portable_config(model.peft_config[_ADAPTER_NAME], model)
     config.inference_mode = True
     # Sets of names are sorted before they are saved, because the order of a set differs between processes.

@@ -1,4 +1,8 @@
-"""Calls of functions in a new Python interpreter, which loads an export as a user's process would."""
+"""Calls of functions in a new Python interpreter, which loads an export as a user's process would.
+
+The interpreter imports this module, which disables garbage collection, before the module of the called function, so
+that imports are fast.
+"""
 
 import gc
 import importlib
@@ -23,7 +27,8 @@ _prestarted_pools: list[ProcessPool] = []
 
 
 def prestart_interpreter(module_name: str) -> None:
-    """Start the interpreter that `open_interpreter_pool` returns next, unless it runs, and import a module in it."""
+    """Start the interpreter that `open_interpreter_pool` returns next, and import a module in it; do nothing if it is
+    already started."""
     if not _prestarted_pools:
         _prestarted_pools.append(_make_pool())
         _prestarted_pools[0].schedule(_import_module, (module_name,))
@@ -45,7 +50,10 @@ def call_in_interpreter(
 ) -> T:
     """Call `called_function(*arguments)`, which reads the export in `export_folder`, in the process of the pool, and
     return the result; raise StageFailed if it raised an error or took longer than `timeout_seconds` (None: no limit).
-    `on_poll` is called every few seconds until then; an error that it raises stops the interpreter."""
+
+    `on_poll` is called every few seconds until the function returns. If `on_poll` raises an error, the interpreter is
+    stopped.
+    """
     failure_prefix = f"export {export_folder} failed the check 'reload'"
     result_future = interpreter_pool.schedule(called_function, arguments, timeout=timeout_seconds)
     with cleanup_on_error(interpreter_pool.stop):

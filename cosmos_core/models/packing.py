@@ -238,7 +238,8 @@ def _per_sequence_attention(
 
 
 def _pad_and_stack(sequence_states: Sequence[Tensor], length: int) -> Tensor:
-    """Pad queries, keys or values (heads, tokens, features) of sequences to `length`, and stack them."""
+    """Pad queries, keys or values (heads, tokens, features) of sequences to `length`, and stack them. Sorted sequences
+    of equal length are stacked at once."""
     stacks = [torch.stack(list(group)) for _, group in groupby(sequence_states, key=lambda state: state.shape[1])]
     stacks = [pad(stack, [0, 0, 0, length - stack.shape[2]]) if stack.shape[2] < length else stack for stack in stacks]
     return stacks[0] if len(stacks) == 1 else torch.cat(stacks)
@@ -259,7 +260,8 @@ def _set_attention_function(model: PreTrainedModel, attention_name: str) -> None
 
 @contextmanager
 def _shorten_sliding_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Make sliding windows shorter than the rows of the probe during the block, so that the probe tests windows."""
+    """Make sliding windows shorter than the rows of the probe during the block. The probe thus detects model families
+    whose packed attention ignores the window."""
     config_and_modules: list[Any] = [model.config.get_text_config(), *model.modules()]
     windowed_modules = [(m, m.sliding_window) for m in config_and_modules if getattr(m, "sliding_window", None)]
     try:
@@ -297,7 +299,11 @@ def _compute_device(model: PreTrainedModel) -> torch.device:
 def _is_packing_exact(
     model: PreTrainedModel, root_modules: Sequence[Any], attention_name: str, dtype: torch.dtype
 ) -> bool:
-    """Return True if packed rows have the same outputs in `dtype` as separate rows; leave packed attention enabled."""
+    """Return True if packed rows have the same outputs (see `_compute_probe_outputs`) as separate rows.
+
+    Separate rows use the attention `attention_name`, and all rows are computed in `dtype`. The function leaves packed
+    attention enabled.
+    """
     id_rows = _random_rows(model, _PROBE_LENGTHS)
 
     def compute_outputs(id_rows: Sequence[Any], *, is_packed: bool) -> Tensor:

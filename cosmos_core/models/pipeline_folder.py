@@ -62,7 +62,8 @@ class PipelineFolder:
         return tuple(name for name, entry in index_entries if isinstance(entry, list) and len(entry) == 2 and entry[1])
 
     def component_class(self, name: str) -> Any:
-        """Return the class of the component `name`; raise ModelError if there is none in diffusers or transformers."""
+        """Return the class of the component `name`; raise ModelError if the pipeline has no such component, or if its
+        class is not in diffusers or transformers."""
         if name not in self.components:
             component_names = ", ".join(self.components) or "nothing"
             raise model_error(self.model, f"{MODEL_INDEX_FILE} names no {name!r}; it has {component_names}")
@@ -74,8 +75,9 @@ class PipelineFolder:
         return cls
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Any:
-        """Return the component `name` in evaluation mode, with its weights, if it has any, on the CPU in `dtype`; raise
-        ModelError if files are missing or damaged, or lack tensors of the class."""
+        """Return the component `name` in evaluation mode, with its weights on the CPU in `dtype`. Components without
+        weights, such as a scheduler, ignore `dtype`. Raise ModelError if files are missing or damaged, or lack
+        tensors of the class."""
         cls = self.component_class(name)
         has_weights = issubclass(cls, torch.nn.Module)
         load_options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True} if has_weights else {}
@@ -90,7 +92,8 @@ class PipelineFolder:
         return component_module.eval()
 
     def build_component(self, name: str) -> Any:
-        """Return the component `name` without weights, on the default device; raise ModelError for a bad config."""
+        """Return the component `name` built from its configuration without weights, on the default device; raise
+        ModelError if the configuration is missing or invalid."""
         cls = self.component_class(name)
         with translate_load_errors(name, self.model):
             return cls.from_config(cls.load_config(str(self.path), subfolder=name, local_files_only=True))

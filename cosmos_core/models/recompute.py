@@ -33,8 +33,9 @@ _MATRIX_PRODUCTS = {_ATEN_OPERATORS.mm.default, _ATEN_OPERATORS.addmm.default}
 
 
 def recompute_activations(model: Any, recompute_mode: RecomputeMode) -> None:
-    """Make the blocks of a model recompute activations in the backward pass; gradients do not change. Log a warning if
-    the model does not support it: recomputation is a default and must not stop a run."""
+    """Make the blocks of a model of transformers or diffusers recompute activations in the backward pass; gradients do
+    not change. If the model does not support recomputation, log a warning and keep all activations: recomputation is a
+    default and must not stop a run."""
     if not recompute_mode:
         return
     checkpoint_settings: dict[str, Any] = {"use_reentrant": False}

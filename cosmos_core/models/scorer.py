@@ -221,7 +221,8 @@ class _OutputHead:
         return {n: p for n, p in self.module.named_parameters() if p.requires_grad} if self.module else {}
 
     def make_autocast_weights(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the head's matrices that autocast casts, by name, cast once for all chunks, as autograd leaves."""
+        """Return the matrices of the head by name, cast to the dtype of autocast; empty if no cast is needed. They are
+        cast once for all chunks, as leaves of the autograd graph."""
         if self.module is None or dtype is None:
             return {}
         return {

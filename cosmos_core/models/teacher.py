@@ -1,6 +1,7 @@
 """Teacher of a distillation: a causal language model that scores the policy's samples and is not trained.
 
-Its weights are sharded over the policy's mesh. Its architecture may differ from the policy's, its token ids may not.
+The weights of the teacher are sharded over the policy's mesh. Its architecture may differ from the policy's, but its
+token ids must be the same.
 """
 
 from collections.abc import Iterator

@@ -191,7 +191,8 @@ def _check_adapter(
 def _compute_reloaded_logits(
     model: PreTrainedModel, folder: Path, first_layers: FirstLayers | None, pool: ProcessPool
 ) -> tuple[Tensor, list[object]]:
-    """Return the logits BTV that a fresh interpreter computes, without packed attention, and its tokenizer's values."""
+    """Return the logits BTV that a fresh interpreter computes from an export with the attention of transformers instead
+    of packed attention, and a description of its tokenizer."""
     attention_name = (model.config._attn_implementation or "sdpa").removeprefix("packed_")
     buffer_dtypes = {
         name: buffer.dtype

@@ -1,7 +1,8 @@
 """Verify that an exported pipeline is the trained one: its files, its tensors, and images from a fresh interpreter.
 
-The fresh interpreter loads the folder with `DiffusionPipeline.from_pretrained` and `load_lora_weights`, and generates a
-small image from a seed on the CPU, which must equal that of the policy in memory, bit for bit.
+The fresh interpreter loads the folder as a user would, with `DiffusionPipeline.from_pretrained` and
+`load_lora_weights`, and generates a small image from a seed on the CPU. The image must equal that of the policy
+in memory, bit for bit.
 """
 
 import filecmp

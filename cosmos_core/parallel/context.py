@@ -71,7 +71,8 @@ def gather_scored_tokens(local_values: Tensor, is_local_N: Tensor, mesh: DeviceM
 
 
 def all_to_all(tensor: Tensor, split_dim: int, concat_dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return a tensor that a differentiable all-to-all reshards from `concat_dim` to `split_dim`."""
+    """Return a tensor resharded by an all-to-all: each rank's tensor is split along `split_dim`, and the received
+    chunks are concatenated along `concat_dim`."""
     sent_chunks = torch.stack(tensor.chunk(dist.get_world_size(group), dim=split_dim))
     received_chunks = all_to_all_single_autograd(sent_chunks, None, None, group)
     return torch.cat(received_chunks.unbind(), dim=concat_dim)

@@ -2,8 +2,9 @@
 their experts.
 
 The ranks of a group have different tokens. The expert-parallel plan of the transformers model names the modules with
-experts. Its dispatch style sends a token once to each chosen expert and returns the outputs, so that the gradient of an
-expert covers all tokens of the group without a collective.
+experts. The dispatch style of the plan sends a token once to each chosen expert and returns the outputs, so that a rank
+computes only the tokens of its experts. The gradient of an expert therefore covers all tokens of the group without a
+collective.
 """
 
 from functools import partial

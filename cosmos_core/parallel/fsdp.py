@@ -142,7 +142,8 @@ def _full_tensor(tensor: Tensor) -> Tensor:
 
 
 def copy_without_weights(model: ModuleT) -> ModuleT:
-    """Return a copy of a model with parameters on the meta device, before `apply_fsdp` changes its classes."""
+    """Return a copy of a model with parameters on the meta device, which take no memory; call this function before
+    `apply_fsdp`, which changes the classes of modules."""
     return copy.deepcopy(
         model, {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
     )
@@ -181,7 +182,8 @@ def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Return the 2-norm over all elements of gradients, of which sharded ones are reduced over their meshes."""
+    """Return the 2-norm over all elements of gradients. Sharded gradients are reduced over their meshes, so that each
+    element counts once."""
     norms = [_full_tensor(torch.nn.utils.get_total_norm(mesh_gradients)) for mesh_gradients in group_by_mesh(gradients)]
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 

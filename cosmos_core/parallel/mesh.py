@@ -49,7 +49,8 @@ class Mesh:
         return list(global_items[self.dp.get_local_rank() :: self.dp.size()])
 
     def all_gather_object(self, local_value: T) -> list[T]:
-        """Return all data-parallel ranks' values, in order: those on the last pipeline stage, which has the outputs."""
+        """Return the values of all data-parallel ranks, in order; with pipeline parallelism those of the last pipeline
+        stage, which computes the outputs."""
         values_by_rank = exchange.all_gather(local_value, self.dp.get_group())
         if self.pp:
             pp_group = self.pp.get_group()
@@ -142,7 +143,8 @@ def send_heartbeat(report_heartbeat: Callable[[], None]) -> None:
 
 
 def wait_for_ranks(report_heartbeat: Callable[[], None]) -> None:
-    """Wait without the timeout of a collective until all ranks have called this function; report their heartbeats."""
+    """Wait until all ranks have called this function, without the timeout of a collective; call `report_heartbeat` when
+    another rank has sent a heartbeat."""
     if is_single_rank():
         return
     key_value_store, num_heartbeats = _get_default_store(), 0

@@ -47,7 +47,8 @@ class OtherStageModule(nn.Module):
 
 
 class _EmbeddingPlaceholder(OtherStageModule):
-    """Placeholder for an embedding that returns deterministic hidden states, to probe a model without weights."""
+    """Placeholder for an embedding, which returns deterministic hidden states for each token id, so that the body of a
+    model can be probed without weights."""
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         ids_BT, weight = hidden_BTH, self.weight

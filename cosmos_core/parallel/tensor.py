@@ -33,7 +33,8 @@ errors are far smaller, and a gradient that lacks the contributions of other ran
 
 
 class _AllReduceGradientStyle(ParallelStyle):
-    """Parallel style of a replicated module that processes only this rank's heads, so its gradients are summed."""
+    """Parallel style of a replicated module that processes only the attention heads of its rank, so that the gradients
+    of its weights are summed over ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         original_forward, group = module.forward, device_mesh.get_group()
@@ -87,7 +88,8 @@ _PARALLEL_STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, shards_experts: bool) -> None:
-    """Shard every matrix that `find_split_matrices` selects over the ranks of `mesh`, and raise its errors."""
+    """Shard every matrix in the model's tensor-parallel plan over the ranks of `mesh`, as `find_split_matrices` says,
+    whose errors it raises."""
     for module, parallel_style in find_split_matrices(model, mesh.size(), shards_experts=shards_experts):
         if parallel_style == _MOE_TP_STYLE:
             keep_local_experts(module, mesh)
@@ -182,7 +184,8 @@ def _replace_weights(module: Any, transform_weight: Callable[[nn.Parameter], Ten
 
 
 def _find_split_modules(module: nn.Module, parallel_style: str) -> list[nn.Module]:
-    """Return the modules to split for a module in the plan: for an adapted one, its base layer and one LoRA factor."""
+    """Return the modules to split for a module in the plan. If an adapter wraps the module, these are its base layer
+    and the LoRA factor that has the split dimension."""
     if isinstance(module, LoraLayer):
         return [module.base_layer, *(module.lora_A if parallel_style.startswith("rowwise") else module.lora_B).values()]
     if isinstance(module, ModulesToSaveWrapper):

@@ -169,7 +169,8 @@ def _has_requested_relation(
     position: Sequence[Any],
     matches_by_request: Sequence[Sequence[Detection] | None],
 ) -> bool:
-    """Return True if each object has the relation `position[0]` to each object that matches request `position[1]`."""
+    """Return True if each object is in the requested position relative to each object that matches an earlier request;
+    `position` has the relation and the index of that request."""
     relation, anchor_request_index = position
     anchor_objects = matches_by_request[anchor_request_index]
     return anchor_objects is not None and all(

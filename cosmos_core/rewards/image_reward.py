@@ -1,7 +1,8 @@
 """Human preference score of an image: ImageReward (arXiv 2304.05977), a BLIP with cross-attention from text to image.
 
-The checkpoint has the format of the original BLIP code; the modules are from transformers. Linear layers map the hidden
-state of the first token to a number, which is normalised by mean and standard deviation of the training data.
+The checkpoint has the format of the original BLIP code; the modules are from transformers, so that no other package is
+needed. Linear layers map the hidden state of the first token to a number, which is normalised by the mean and the
+standard deviation of the training data.
 """
 
 import re

@@ -24,7 +24,8 @@ async def judge(
     prompts: Sequence[Any], completions: Sequence[Any], reference: Sequence[Any], judge_config: Mapping[str, Any]
 ) -> list[tuple[float, dict[str, float]] | ValueError]:
     """Return for each completion the judge's score divided by `highest_score`, and as metrics the numbers of tokens, 0
-    for a cached reply; a `ValueError` if the reply has no score, or the server refuses or cannot be reached."""
+    if the judge's reply was in the cache. For a reply without a score, and for a server that refuses the request or
+    cannot be reached after several attempts, return a `ValueError`."""
     api_key = os.environ.get(judge_config["key_env"]) or "none"
     async with AsyncOpenAI(base_url=judge_config["endpoint"], api_key=api_key, max_retries=_MAX_RETRIES) as client:
         template_fields = [

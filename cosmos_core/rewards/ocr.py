@@ -1,7 +1,8 @@
 """Reward for images that show the text in quotes in their prompt: 1 - edits / length.
 
 The engine is PP-OCR in rapidocr-onnxruntime, which includes the models. As in Cosmos-RL, edits ignore spaces, case and
-additional text, but the length includes spaces: a wrong text scores their fraction, 1 / 11 for "hello world".
+additional text, but the length includes spaces: a completely wrong text scores the fraction of spaces in the expected
+text, 1 / 11 for "hello world" and 0 for one word.
 """
 
 import re

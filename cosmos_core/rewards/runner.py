@@ -115,7 +115,8 @@ class RewardRunner(WorkerPool):
     def _score_requests(
         self, request_groups: Sequence[Sequence[Mapping[str, Any]]], data_sources: Sequence[str] = ()
     ) -> list[tuple[Score, ...]]:
-        """Return one tuple of scores per prompt and its requests; `data_sources` are the data sets of the prompts."""
+        """Return one tuple of scores per prompt, with one score for each request of a completion; `data_sources` are
+        the data sets of the prompts."""
         reward_calls = []
         get_weights = partial(reward_weights_of_source, self._reward_weights)
         weights_by_group = list(map(get_weights, data_sources or [""] * len(request_groups)))

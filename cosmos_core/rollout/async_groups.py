@@ -181,7 +181,8 @@ class AsyncGroupSource:
         return kept_groups, sampled_groups
 
     def _request_outdated_groups(self, step: int, positions: Sequence[int]) -> None:
-        """Request groups again whose weights are too old for train step `step`, once the engines have newer weights."""
+        """Request the groups at `positions` again if their weights are too old for train step `step`, but not before
+        the engines have weights that are new enough."""
         if self.engine_fleet.version + self.max_lag < step:
             return
         # Each urgent request goes to the front of the queue, so the group that is needed first is requested last.
@@ -266,7 +267,8 @@ class AsyncGroupSource:
 def prompts_by_position(
     get_step_prompts: Callable[[int], Sequence[Any]], num_groups: int, num_steps: int
 ) -> Callable[[int, int], list[Any]]:
-    """Return a function `(position, count)` that returns prompts in the order of the data, from those of each step."""
+    """Return a function `(position, count)` that returns prompts in the order of the data. `get_step_prompts` returns
+    the `num_groups` prompts of a train step."""
 
     def take_prompts(start_position: int, num_prompts: int) -> list[Any]:
         end_position = min(start_position + num_prompts, num_steps * num_groups)

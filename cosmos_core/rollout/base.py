@@ -32,7 +32,8 @@ no weights, because the engine uses the trainer's."""
 
 @dataclass(frozen=True)
 class EngineDenoiser:
-    """The trainer's denoiser, with which the engine of a diffusion model samples, and a choice of its weights."""
+    """The trainer's denoiser, with which the engine of a diffusion model samples, and a function that selects the
+    weights of the denoiser."""
 
     model: "DiffusionModel"
     predict_velocity: Callable[..., Tensor]
@@ -114,7 +115,8 @@ class Engine(Protocol):
         Raise `DataError` if a prompt has the maximum length, and `ConfigError` for unsupported sampling settings."""
 
     def completed(self) -> list[Group]:
-        """Wait until a group is complete, and return all new complete groups; none if no request is in flight."""
+        """Wait until a group is complete, and return all complete groups that were not returned before, in any order;
+        the list is empty if no request is in flight."""
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Replace all weights, bucket by bucket, and clear all caches. Completions in flight continue with the new
@@ -124,7 +126,8 @@ class Engine(Protocol):
         """Return the log-probability at temperature 1 of each token after the first, given the tokens before it."""
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Release accelerator memory until `wake`; level 2 releases also the weights, until new ones are loaded."""
+        """Release accelerator memory until `wake`. Level 2 also releases the weights, so new weights must be loaded
+        before the next submission."""
 
     def wake(self) -> None:
         """Reallocate the memory that `sleep` released, so that the engine can generate again."""
@@ -226,7 +229,8 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
     vision: ImageReader | None = None,
 ) -> Completion:
     """Return a completion of one turn; `vision` truncates it before the first image placeholder token.
-    `earlier_versions` has pairs as in `UnfinishedGroup`."""
+    `earlier_versions` has a pair for each earlier weight version: the number of tokens when it was replaced, and the
+    version."""
     if vision is not None and (num_text_tokens := vision.num_tokens_before_images(token_ids)) < len(token_ids):
         token_ids, logprobs, ends_with_stop = token_ids[:num_text_tokens], logprobs[:num_text_tokens], False
     segments, start = [], 0
@@ -280,7 +284,8 @@ class WeightReceiver:
             yield bucket
 
     def acknowledge(self, version: int) -> LoadReceipt:
-        """Return the receipt after the last tensor; raise a `StageFailed` if earlier loads had other tensor names."""
+        """Return the receipt after the last tensor; raise a `StageFailed` if the tensor names differ from those of
+        earlier loads."""
         self._expected_names = self._expected_names or frozenset(self._received_names)
         if missing_names := self._expected_names - self._received_names:
             raise StageFailed(f"weight sync: {len(missing_names)} tensors did not come, such as {min(missing_names)}")

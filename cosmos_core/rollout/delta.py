@@ -30,7 +30,8 @@ class ChangedWords(NamedTuple):
 
 
 def find_changed_words(old_data: ByteArray, new_data: ByteArray) -> ChangedWords | None:
-    """Return the words of `new_data` that differ from `old_data`; None if too many do, or sizes are unequal or odd."""
+    """Return the words of `new_data` that differ from `old_data`; None if too many words differ, or if the arrays have
+    different sizes or an odd number of bytes."""
     if old_data.size != new_data.size or new_data.size % 2:
         return None
     new_words = new_data.view(np.uint16)

@@ -1,6 +1,7 @@
 """Several rollout engines in separate processes, as one engine that generates while the ranks train.
 
-Only the first rank communicates with the engines (`engine_pool`). Other ranks take part in gathering weights, and wait.
+Only the first rank communicates with the engines (`engine_pool`). The other ranks take part in collective operations:
+gathering weights, and waiting.
 """
 
 import logging
@@ -29,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 class EngineFleet:
-    """`Engine` of several engines; all ranks call it, except `request`, `needs_weights` and `raise_thread_error`."""
+    """`Engine` that consists of several engines. All ranks call its methods together, except `request`, `needs_weights`
+    and `raise_thread_error`."""
 
     weight_format: WeightFormat
     ranks_per_engine = 1
@@ -147,7 +149,8 @@ class EngineFleet:
         return next(iter(self.logprobs_per_engine(token_ids)))
 
     def logprobs_per_engine(self, token_ids: Sequence[int], version: int | None = None) -> list[list[float]]:
-        """Return the log-probabilities of `token_ids` from each engine with weights of `version`; None: from all."""
+        """Return the log-probabilities of `token_ids` from each engine whose weights have the version `version`;
+        None: from all engines."""
         logprobs: list[list[float]] = []
         if is_first_rank():
             engines = [engine for engine in self._pool.loaded_engines() if version in {None, engine.version}]
@@ -188,7 +191,8 @@ class EngineFleet:
     # The methods below run on the first rank, the only rank that communicates with the engines.
 
     def _poll_submissions(self) -> tuple[list[Group] | None, tuple[str, str] | None, bool]:
-        """Return the submitted groups (None: some are missing), an engine's error, and whether one has no weights."""
+        """Return the submitted groups (None if some are not complete), the error of an engine (None if there is none),
+        and whether an engine has no weights."""
         try:
             wait([future for _, future in self._submissions], POLL_SECONDS, FIRST_EXCEPTION)
             self.raise_thread_error()

@@ -68,7 +68,8 @@ def get_noise_levels(model: "DiffusionModel", sampling: FlowSampling) -> Tensor:
 
 
 def stochastic_steps(sampling: FlowSampling, seed: int, step: int) -> range:
-    """Return the stochastic sampling steps of train step `step`, never the last, whose noise would remain."""
+    """Return the sampling steps that are stochastic in train step `step`. The last sampling step is never stochastic,
+    because its noise would remain in the sample."""
     last_sampling_step, step_window = sampling.num_steps - 1, sampling.window
     if not sampling.stochastic_solver:
         return range(0)

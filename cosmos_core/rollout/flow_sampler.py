@@ -1,7 +1,8 @@
 """Rollout engine of diffusion models: samples images and videos of prompts with the trainer's denoiser.
 
 Samples of all prompts and completions form one batch, which is distributed over the data-parallel ranks sample by
-sample, so that each rank calls a sharded denoiser equally often. Weights, prompt and seed determine a completion.
+sample, so that each rank calls a sharded denoiser equally often. A completion depends only on the weights, its prompt
+and its seed.
 """
 
 from collections.abc import Callable, Iterable, Sequence

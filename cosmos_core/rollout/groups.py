@@ -35,7 +35,8 @@ class GroupSource(Protocol):
         """Return whether the source has no more groups."""
 
     def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Return the groups of train step `step`, counted from 0, or `num_groups` of them, and their metrics."""
+        """Return the groups of train step `step`, counted from 0, and their metrics. `num_groups`: number of groups to
+        return; None: the number that the step needs."""
 
     def state_dict(self) -> dict[str, JsonValue]:
         """Return the source's state for a checkpoint, so that no prompt is lost or trained on twice."""

@@ -42,8 +42,9 @@ def check_engine(backend: str, config: PretrainedConfig, folder: str, *, tp_size
 
 
 def make_engine(engine_settings: EngineSettings) -> Engine:
-    """Return this rank's engine, which `rollout.backend` names, or `hf` if that cannot be imported. Random states and
-    the environment stay unchanged. Raise a `ConfigError` if it does not support the model or its settings."""
+    """Return this rank's engine, which `rollout.backend` names; an `hf` engine if that engine cannot be imported. Leave
+    random states and the environment unchanged. Raise a `ConfigError` if the engine does not support the model or its
+    settings."""
     backend = engine_settings.rollout.backend
     if engine_settings.flow is not None:
         # Do not wrap the engine of a diffusion model, because it distributes samples over the ranks itself.
@@ -73,7 +74,8 @@ def _construct_engine(backend: str, settings: EngineSettings) -> Engine:
 
 
 class DataParallelEngine(EngineWrapper):
-    """`Engine` of all ranks together: each rank's engine completes some of the prompts, and all get all groups."""
+    """`Engine` whose methods all ranks call together: the engine of each rank completes some of the prompts, and all
+    ranks get all groups."""
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         """Submit some of the prompts to this rank's engine, with unchanged seeds."""

@@ -87,9 +87,12 @@ class EngineReplica:
     def __init__(
         self, open_engine: Callable[[Callable[[], None]], Engine], *, should_wait_for_trainer: bool = False
     ) -> None:
-        """Open the engine in a separate thread. `open_engine` gets a callback that the engine calls while it generates.
+        """Open the engine in a separate thread. `open_engine` gets a heartbeat callback, which the engine calls
+        repeatedly while it generates.
+
         With `should_wait_for_trainer`, the engine is opened when the first session begins: vLLM measures the memory
-        that the trainer leaves on a GPU, so the trainer must have its model by then."""
+        that the trainer leaves on a GPU, so the trainer must have its model by then.
+        """
         self._engine_commands: queue.Queue[Callable[[Engine], None]] = queue.Queue()
         self._group_condition = threading.Condition()
         self._finished_groups: list[Group] = []
@@ -176,7 +179,8 @@ class EngineReplica:
 
     def receive_kept_bucket(self, bucket_index: int, bucket: PackedBucket | ChangedWords) -> None:
         """Receive a bucket of the weight load in progress, or its difference from the last load, and keep the bucket
-        for the next difference. Raise a `ConnectionError` if the process that got the previous load has died."""
+        in host memory for the difference of the next load. Raise a `ConnectionError` if the process that got the
+        previous load has died."""
         if isinstance(bucket, ChangedWords):
             if bucket_index not in self._kept_bucket_by_index:
                 raise ConnectionError("the process that got the previous weights has died")

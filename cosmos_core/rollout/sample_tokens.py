@@ -11,7 +11,8 @@ from cosmos_core.errors import ModelError
 
 def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor | None, is_active_B: Tensor | None = None) -> Tensor:
     """Return one token id per row (shape B): inverse transform sampling with the row's uniform number, or the most
-    probable token if `uniforms_B` is None. Raise ModelError if an active row has NaN log-probabilities."""
+    probable token if `uniforms_B` is None. Raise ModelError if an active row has NaN log-probabilities; by default, all
+    rows are active."""
     if uniforms_B is None:
         max_logprobs_B, token_ids_B = logprobs_BV.max(-1)
         is_nan_B = max_logprobs_B.isnan()

@@ -158,7 +158,8 @@ class DeltaWeightLink(HostWeightLink):
 
 
 class NativeWeightTransfer:
-    """Connection for weight transfer by NCCL or CUDA IPC, kept between loads; without it, loads use host memory."""
+    """Connection for weight transfer by NCCL or CUDA IPC, kept between weight loads. If the engines cannot be
+    connected, a load sends the weights through host memory."""
 
     def __init__(self, transport: WeightTransport, ranks_per_engine: int) -> None:
         self.transport, self._ranks_per_engine = transport, ranks_per_engine
@@ -169,7 +170,8 @@ class NativeWeightTransfer:
         """Number of failures since an engine process was replaced, or since a load that succeeded."""
 
     def open_link(self, weight_load: WeightLoad) -> HostWeightLink:
-        """Return a native link, or a link through host memory if an engine of the load cannot be connected."""
+        """Return a link that sends weights directly. If an engine of the load cannot be connected to the ranks, return
+        a link through host memory."""
         uses_native_transfer = broadcast_object(self._ensure_connection(weight_load) if is_first_rank() else False)
         return NativeWeightLink(self, weight_load) if uses_native_transfer else HostWeightLink(weight_load)
 

@@ -22,7 +22,8 @@ _MAX_BUFFER_BYTES = (1 << 63) - 1
 
 
 class WeightTransport:
-    """The trainer's end of a transfer engine of vLLM; the methods run on the first rank unless they say otherwise."""
+    """The trainer's end of a transfer engine of vLLM; `stage_bucket`, `broadcast_failure` and `end_weight_load` run on
+    all ranks, other methods on the first rank."""
 
     backend: str
     """Name of the transfer engine in vLLM."""

@@ -52,7 +52,8 @@ class _Conversation:
 
 
 class MultiTurnEngine(EngineWrapper):
-    """Multi-turn `Engine`, with `step` and `abort` if the wrapped engine has them. Weight loads end no conversation."""
+    """Multi-turn `Engine`; `step` and `abort` exist if the wrapped engine has them. After a weight load, conversations
+    continue with the new weights."""
 
     def __init__(self, engine: Any, settings: EngineSettings) -> None:
         super().__init__(engine)

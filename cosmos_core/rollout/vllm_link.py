@@ -1,6 +1,7 @@
 """The engine's end of a native weight transfer: vLLM's own transfer engines (NCCL, CUDA IPC), one in each rank.
 
-A rank collects a whole bucket before loading it, so that it can be sent again through host memory. Untested on GPUs.
+A rank collects a bucket before any of its tensors is loaded, so that an incomplete bucket can be sent again
+through host memory. Untested on GPUs.
 """
 
 from collections.abc import Callable, Iterable

@@ -2,7 +2,8 @@
 
 vLLM's CPU ranks exchange tensors through shared memory, whose name vLLM derives from how the ranks were initialized,
 which with an external launcher is always `env://`. Two runs on a machine would write into each other's memory, and
-after a kill, which leaves the name behind, no engine could start ("create shm in SHMManager failed. errno: 17").
+after a kill no engine could start ("create shm in SHMManager failed. errno: 17"), because only a process that exits
+normally removes the name.
 """
 
 import os
@@ -78,7 +79,8 @@ def unique_memory_names() -> Iterator[None]:
 
 
 def unlink_shared_memory() -> None:
-    """Unlink this rank's shared memory, which all ranks have opened, so that it is freed however processes end."""
+    """Unlink the name of this rank's shared memory after all ranks have opened it, so that the memory is freed with the
+    last process that uses it, however the process ends."""
     from vllm.distributed.parallel_state import get_tp_group
 
     shared_memory_module = getattr(get_tp_group().device_communicator, "dist_module", None)

@@ -49,7 +49,8 @@ def end_weight_load(vllm_worker: Any) -> None:
 
 
 def exit_with_parent(vllm_worker: Any, parent_pid: int) -> None:
-    """Make the kernel kill this rank with its parent, and unlink its shared memory, so that a kill frees the memory."""
+    """Make the kernel kill this rank when its parent process ends. Unlink the shared memory of the rank already now, so
+    that it is freed even if the rank is killed."""
     kill_with_parent(parent_pid)
     unlink_shared_memory()
 

@@ -169,8 +169,9 @@ def _make_model_columns(stage: Stage) -> dict[str, str]:
 
 
 def _check_rewards(records_file: Path, records: Sequence[SampledPrompt]) -> None:
-    """Raise StageFailed if no completion has a valid reward, and remove the file of the records, so that a repeated
-    stage generates and scores the completions again: the first batch had an error that may pass."""
+    """Check that at least one completion has a valid reward; otherwise remove the file of the records, so that a
+    repeated stage generates and scores the completions again, and raise StageFailed: the first batch had an error that
+    may pass."""
     candidates = [candidate for record in records for candidate in record.candidates]
     invalid_candidates = [candidate for candidate in candidates if candidate.reward is None]
     if len(invalid_candidates) < len(candidates):

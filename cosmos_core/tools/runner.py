@@ -125,7 +125,8 @@ def _make_error_result(error_text: str) -> ToolResult:
 
 
 def _start_worker(tool_paths: Sequence[str], variable_names: Sequence[str], parent_pid: int) -> None:
-    """Initialise a worker process and import the user's tools; the first call imports them again and reports errors."""
+    """Initialise a worker process and import the user's tools. It ignores errors, because the tools are imported again
+    before the first call, which reports them."""
     init_worker(variable_names, parent_pid)
     with suppress(ConfigError):
         _load_tools(tool_paths)

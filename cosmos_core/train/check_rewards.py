@@ -55,7 +55,8 @@ def call_rewards(
     test_groups: Sequence[Group],
     send_heartbeat: Callable[[], None],
 ) -> str:
-    """Call rewards on made-up completions; return their names, with messages about completions without a score."""
+    """Call rewards on made-up completions. Return the names of the rewards, with messages about completions without a
+    score. `send_heartbeat` is called during waits."""
     unit_weights: dict[str, float] = dict.fromkeys(rewards, 1.0)
     if isinstance(rewards, RewardWeightsBySource):
         unit_weights = RewardWeightsBySource(

@@ -318,7 +318,8 @@ def _estimate_disk_bytes(
     train: TrainConfig, validation: ValidationConfig, memory: StepMemory, num_params: tuple[int, int], steps: int | None
 ) -> int:
     """Return the bytes of the exported model and of the checkpoints that are kept. A checkpoint is assumed to be saved
-    for each validated step, because each may be the best so far. `num_params`: all parameters, trainable parameters."""
+    for each validated step, because each may be the best so far. `num_params`: numbers of all
+    parameters and of the trainable ones."""
     ckpt, is_validated = train.ckpt, validation.enable
     num_checkpoints = 1  # the checkpoint after the last step is always saved
     if ckpt.enable_checkpoint:

@@ -55,7 +55,8 @@ class ContentStore:
         return content_entry
 
     def read(self, entry: ContentEntry) -> bytes | None:
-        """Return the stored bytes with the digest of `entry`, or None; raise UploadError if they arrive altered."""
+        """Return the stored bytes that have the digest of `entry`; None if no such object is stored. Raise UploadError
+        if the bytes arrive with another digest at each attempt."""
         key = self._make_object_key(entry.sha256)
         for _ in range(_MAX_DOWNLOAD_ATTEMPTS):
             content_bytes = self._bucket.read(key)

@@ -159,7 +159,8 @@ class HubTarget:
         return str(create_commit(commit_message=f"{_COMMIT_TITLE_PREFIX}{version}", revision=branch).oid)
 
     def _find_damaged_file(self, folder: Path, record: dict[str, Any], revision: str) -> str:
-        """Return a message about the first file whose SHA-256 (large) or git id (small file) differs, else ""."""
+        """Return a message about the first file whose digest on the Hub differs: the SHA-256 of a large file, the git
+        object id of a small file. Empty if there is none."""
         from huggingface_hub.errors import RevisionNotFoundError
         from huggingface_hub.utils.sha import git_hash
 

@@ -191,7 +191,8 @@ class MlflowTarget:
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Translate errors of the client into ConfigError if the server refuses the credentials, else UploadError."""
+        """Translate errors of the MLflow client into errors of one line: ConfigError if the server refuses the
+        credentials, otherwise UploadError."""
         assert self.client is not None  # the property raises ConfigError if MLflow is not installed
         from boto3.exceptions import Boto3Error
         from botocore.exceptions import BotoCoreError, ClientError

@@ -33,7 +33,8 @@ class S3Target:
         self.bucket.check_write_access(self._object_key(POINTER_FILE))
 
     def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
-        """Keep an upload journal in `folder`; set the function to call before a part is sent or the pointer moves."""
+        """Keep an upload journal in `folder`; `publish` calls `check_cancellation` before it sends a part or moves the
+        pointer."""
         self.file_transfer.journal = UploadJournal(folder / JOURNAL_FILE)
         self.file_transfer.check_cancellation = check_cancellation
 

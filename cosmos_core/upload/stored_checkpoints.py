@@ -91,7 +91,8 @@ class StoredCheckpoints:
         write_index(self._bucket, f"{self._key_prefix}/{name}.json", files)
 
     def _fetch_best_checkpoint(self, name: str) -> None:
-        """Download the best checkpoint, whose step `name` records: a training keeps it in addition to the newest."""
+        """Download the best checkpoint so far, whose step the checkpoint `name` records: a training keeps the best
+        checkpoint in addition to the `max_keep` newest."""
         policy_folder = self._stage_path / CHECKPOINTS_FOLDER / name / "policy"
         training_state = read_json_object(policy_folder / _TRAINING_STATE_FILE)
         best_name = f"step_{(training_state.get('best') or {}).get('step')}"

@@ -53,7 +53,8 @@ class StoredRecord:
             self._known_entries = new_entries
 
     def pull(self) -> bool:
-        """Download the files and return True if another machine or folder has stored them since the last call."""
+        """Download the stored files if another machine, or another folder, stored them last and they have changed since
+        the last call; return True if so."""
         with translate_errors(self._bucket.url(self._key_prefix)):
             stored_entries, writer_info, etag = read_index(self._bucket, self._index_key)
             if etag in {"", self._index_etag} or writer_info == self._writer_info:

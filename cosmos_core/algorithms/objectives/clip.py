@@ -12,8 +12,9 @@ SCALES_WITH_ADVANTAGE = True
 
 
 def clip(loss_inputs: ObjectiveInputs, policy_settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return the PPO loss per token, -min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A), with rho = pi /
-    pi_old and advantage A; at most -lower_bound_ratio A for A < 0 (dual clip). A negative epsilon sets no bound."""
+    """Return the clipped PPO loss per token, -min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A), with rho = pi
+    / pi_old and advantage A; at most -lower_bound_ratio A for A < 0 (dual clip). A negative epsilon disables its
+    bound."""
     ratio_BT, advantages_B1 = probability_ratio(loss_inputs.log_ratio_BT), loss_inputs.advantages_B1
     loss_BT, metrics = clipped_loss(ratio_BT, loss_inputs, policy_settings)
     dual_clip_bound_B1 = -policy_settings.lower_bound_ratio * advantages_B1

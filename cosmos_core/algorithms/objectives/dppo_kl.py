@@ -1,4 +1,5 @@
-"""Divergence proximal policy optimization (DPPO, arXiv 2602.04879) with the KL of sampled versus other tokens."""
+"""DPPO (divergence proximal policy optimization, arXiv 2602.04879) with the KL divergence of binary
+distributions: the sampled token, or any other token."""
 
 import torch
 from torch import Tensor

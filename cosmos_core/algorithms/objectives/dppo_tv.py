@@ -1,4 +1,5 @@
-"""Divergence proximal policy optimization (DPPO, arXiv 2602.04879) with the change of a token's probability (TV)."""
+"""DPPO (divergence proximal policy optimization, arXiv 2602.04879) with the total variation of binary
+distributions: the sampled token, or any other token."""
 
 import math
 

@@ -29,7 +29,8 @@ _VAL_BATCH_SIZE_KEYS = ("train.validation_batch_per_replica", "rollout.val_batch
 
 def with_current_keys(config_values: TomlTable, error_prefix: str, notices: list[str]) -> TomlTable:
     """Return a configuration with current key names in place of older ones; add a message for each change to `notices`.
-    Raises `ConfigError` if an old and a new key of a setting differ, or if the file has the `--wfm-mode` schema."""
+    Raises `ConfigError` if an old and a new key of one setting have different values, or if the file has the deprecated
+    `--wfm-mode` schema."""
     wfm_tables = [name for name in _WFM_TABLE_NAMES if isinstance(config_values.get(name), dict)]
     # A table `[model]` alone may belong to user code.
     has_wfm_tables_only = not _CURRENT_TABLE_NAMES & config_values.keys()
@@ -94,7 +95,8 @@ def _rename_key(config_values: TomlTable, old_key: str, new_key: str, notices: l
 
 
 def _keep_applicable_batch_size(config_values: TomlTable, notices: list[str]) -> None:
-    """Of different values for the older keys of the validation batch size, keep that of the type of training."""
+    """If a recipe sets different values for the two older keys of the validation batch size, keep the key that applies
+    to its type of training, RL or SFT."""
     tables_and_key_names = [find_parent_table(config_values, key) for key in _VAL_BATCH_SIZE_KEYS]
     batch_sizes = [table[name] for table, name in tables_and_key_names if name in table]
     if len(batch_sizes) < 2 or batch_sizes[0] == batch_sizes[1]:

@@ -246,7 +246,8 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _convert_replicas_to_data_parallel(self, info: ValidationInfo) -> Self:
-        """Replace `n_init_replicas` copies of the trainer by data-parallel replicas of one mesh with all their rows."""
+        """Replace `n_init_replicas` copies of the trainer by data-parallel replicas of one mesh, and multiply the
+        number of rows of a train step by `n_init_replicas`."""
         mesh, train_config = self.policy.parallelism, self.train
         num_replicas, train_policy = mesh.n_init_replicas, train_config.train_policy
         if num_replicas == 1:

@@ -170,7 +170,8 @@ def _iterate_active_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]
 
 
 def disabled_settings(table: Table, key_prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield (dotted path, value, enabling field) of every key that was set although its enabling field is off."""
+    """Yield (dotted path, value, name of the enabling field) of every key that was set but has no effect, because the
+    field that enables it is off."""
     if table.enabling_field and not getattr(table, table.enabling_field):
         yield from ((key, value, table.enabling_field) for key, value in _changed_settings(table, key_prefix))
         return

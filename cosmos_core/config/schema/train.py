@@ -278,7 +278,8 @@ class TrainConfig(Table):
 
     @property
     def rows_per_pass(self) -> int:
-        """Return `train_policy.mini_batch`, or its default while a training has not measured `auto`."""
+        """Return the number of rows per forward pass: `train_policy.mini_batch` or, while a training has not measured
+        `auto`, its default."""
         mini_batch = self.train_policy.mini_batch
         return math.gcd(self.train_batch_per_replica, DEFAULT_MINI_BATCH) if mini_batch == "auto" else mini_batch
 

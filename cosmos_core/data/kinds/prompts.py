@@ -166,7 +166,8 @@ def serialise_row_for_rewards(row: Row, prompt: list[Message], prompt_column: st
 
 
 def _to_plain_json(row_value: Any) -> Any:
-    """Return a value for JSON: without bytes and images, and with Python types in place of NumPy's."""
+    """Return a value without bytes and images, and with Python types in place of NumPy's, so that JSON can represent
+    it."""
     if isinstance(row_value, dict):
         if is_image_part(row_value):
             return {"type": "image"}

@@ -132,8 +132,9 @@ class Engine:
             self._num_reserved_requests -= 1
 
     async def accept_request(self, uuid: str, request_body: bytes | bytearray) -> None:
-        """Store a request and queue it for scoring, unless its uuid was queued before. Raise `ProtocolError` if the
-        request is not valid, and `ShutdownError` if the service has finished its accepted requests."""
+        """Store a request and queue it for scoring. A stored request with the same uuid is not scored again, unless it
+        was stored but never queued. Raise `ProtocolError` if the body is not a valid request, and `ShutdownError` if
+        the service has finished its accepted requests."""
         if uuid in self.pending_requests:
             return
         if await self.store.has_request(uuid) and not await self.store.has_unfinished_request(uuid):

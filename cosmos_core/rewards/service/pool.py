@@ -79,7 +79,8 @@ ResultCallback = Callable[[RewardJob, dict[str, Any], float], Awaitable[None]]
 
 
 class ProcessError(Exception):
-    """Error of a reward's process that ended, hung or could not load; a retry may help if it is transient or killed."""
+    """Error of a process of a reward that ended, hung or could not load. With `is_transient` a retry may help; with
+    `is_killed` a signal killed the process, so that a retry may help too."""
 
     def __init__(self, error_message: str, *, is_transient: bool = False, is_killed: bool = False) -> None:
         super().__init__(error_message)
