@@ -107,25 +107,22 @@ def estimate(
         row_stats = _RowStatistics(_count_rows(train.train_policy, image_settings(recipe).annotation_path, split_seed))
     else:
         row_stats = _read_row_statistics(train.train_policy, recipe.policy, prepared_folder)
-    max_length = recipe.policy.model_max_length
-    completion_length = recipe.rollout.max_response_length if has_rollouts else 0
-    sequence_length, mean_length = (
-        max_length if row_length is None else min(max_length, row_length + completion_length)
-        for row_length in (row_stats.max_length, row_stats.mean_length)
-    )
+    max_length, completion_length = recipe.policy.model_max_length, recipe.rollout.max_response_length
+    estimate_length = partial(_estimate_sequence_length, max_length, completion_length if has_rollouts else 0)
+    sequence_length = int(estimate_length(row_stats.max_length))
     max_steps, estimate_notes = train.max_num_steps, []
     if row_stats.num_rows is None:
         step_limit_text = f"at most max_num_steps = {max_steps} and what they read" if max_steps else "unknown"
         estimate_notes.append(f"steps and tokens: {step_limit_text}, because the rows are not on this machine yet")
     num_steps, num_tokens, is_steps_bound = _estimate_training_length(
-        train, recipe.policy, recipe.group_size, row_stats, mean_length, prepared_folder
+        train, recipe.policy, recipe.group_size, row_stats, estimate_length(row_stats.mean_length), prepared_folder
     )
     if is_steps_bound and row_stats.num_rows is not None:
         estimate_notes.append(
             f"steps: at most max_num_steps = {max_steps}, because batches are filled by tokens, yet to be counted"
         )
     fake_model, memory, trace_notes = _trace_memory(
-        partial(make_algorithm, recipe), train, recipe.policy, model, int(sequence_length), progress_writer
+        partial(make_algorithm, recipe), train, recipe.policy, model, sequence_length, progress_writer
     )
     rank_memory = shard_memory(memory, train, mesh)
     if train.activation_offload:
@@ -138,7 +135,7 @@ def estimate(
     if has_rollouts:
         engine_weight_bytes = _estimate_engine_weight_bytes(recipe.rollout, train, mesh.world_size, num_parameters)
         max_groups = recipe.rollout.max_prompts_in_flight if recipe.num_engines else recipe.rollout.batch_size
-        kv_cache_size = kv_cache_bytes(fake_model.config, recipe.rollout, train, max_groups, int(sequence_length))
+        kv_cache_size = kv_cache_bytes(fake_model.config, recipe.rollout, train, max_groups, sequence_length)
         if kv_cache_size is None:
             model_type = fake_model.config.model_type
             estimate_notes.append(f"KV cache: unknown, because {model_type} has layers without keys and values")
@@ -149,7 +146,7 @@ def estimate(
         peak=rank_memory.total_bytes,
         engine_weights=engine_weight_bytes,
         kv_cache=kv_cache_size,
-        sequence_length=int(sequence_length),
+        sequence_length=sequence_length,
         rows=row_stats.num_rows,
         steps=num_steps,
         is_steps_bound=is_steps_bound,
@@ -282,6 +279,11 @@ def _count_rows(algorithm_config: AlgorithmConfig, annotation_path: str, split_s
             dataset_rows, _ = split_rows(dataset_rows, dataset.test_size, split_seed)
         num_rows += len(dataset_rows)
     return num_rows
+
+
+def _estimate_sequence_length(max_length: int, completion_length: int, row_length: float | None) -> float:
+    """Return the number of tokens of a row together with its longest completion, at most `max_length`."""
+    return max_length if row_length is None else min(max_length, row_length + completion_length)
 
 
 def _estimate_training_length(
