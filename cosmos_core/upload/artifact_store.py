@@ -42,10 +42,12 @@ _RUNS_PATH = "/runs/"
 
 
 class ArtifactStore:
-    """Artifact store below one URL; its methods raise ConfigError or UploadError, with one line, if the store fails."""
+    """Artifact store below one URL. Each method raises ConfigError or UploadError with a message of one line if the
+    store refuses a request or does not respond."""
 
     def __init__(self, url: str, check_cancellation: Callable[[], None] = lambda: None) -> None:
-        """Open the store at `url`; `check_cancellation` is called between parts of files, and may raise an error."""
+        """Open the store at `url`. `check_cancellation` is called between the parts of a transferred file, and can
+        raise an error to end the transfer."""
         bucket_name, self._key_prefix = split_s3_url(url)
         self.url = f"{S3_SCHEME}{bucket_name}/{self._key_prefix}".rstrip("/")
         self._bucket = Bucket(bucket_name)
@@ -122,12 +124,14 @@ class ArtifactStore:
         return StoredCheckpoints(self._bucket, self._object_key(f"made/{fingerprint}/{CHECKPOINTS_FOLDER}"), stage_path)
 
     def open_record(self, run_id: str, stage_path: Path, machine_name: str) -> StoredRecord:
-        """Return the stored copies of a stage's small files, which other machines display."""
+        """Return the `StoredRecord` of a stage: stored copies of its state, metrics and logs, which other machines
+        display."""
         key_prefix = self._object_key(f"runs/{run_id}/stages/{stage_path.name}")
         return StoredRecord(self._bucket, key_prefix, stage_path, machine_name)
 
     def _claim_run_name(self, run_name: str, run_files: dict[str, str], has_new_stages: bool) -> bool:
-        """Return True if the name in the store belongs to the run with these files, or was free and is claimed now."""
+        """Claim `run_name` as the run's name in the store. Return True if the store has the same run or, until now, no
+        run under this name; return False if it has another run."""
         object_key = self._object_key(f"runs/{run_name}/run.json")
         stored_files, _ = read_document(self._bucket, object_key)
         if stored_files is None:
@@ -201,7 +205,8 @@ def _read_text(file: Path) -> str:
 
 
 def make_result_lookup(pipeline: Pipeline) -> Callable[[str], Result | None]:
-    """Return a function that finds the result of a fingerprint in a pipeline's artifact store; None without a store."""
+    """Return a function that finds the stored result of a fingerprint in a pipeline's artifact store. The function
+    returns None if there is no such result, or if the pipeline has no artifact store."""
     store_url = pipeline.config.artifact_store
     return ArtifactStore(store_url).find_stored_result if store_url else lambda fingerprint: None
 

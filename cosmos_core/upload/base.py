@@ -16,15 +16,15 @@ from cosmos_core.run.hub import call_with_timeout
 from cosmos_core.transient import is_transient
 
 PUBLICATION_FILE = "publication.json"
-"""Name of the file in the folder of an upload stage with the record of its publication. It is written after the pointer
-to the current version was moved."""
+"""Name of the file in the folder of an upload stage with the record of its publication. The file is written after the
+target's pointer to the current version was moved."""
 RECORD_FILE = "published.json"
-"""File name of the record of a published version, which is stored next to the files of the model."""
+"""Name of the file with the record of a published version; the target stores it next to the files of the model."""
 JOURNAL_FILE = "upload.jsonl"
-"""File name of the journal of an upload in the folder of the stage, with which an interrupted upload continues."""
+"""Name of the journal file in the folder of an upload stage, with which an interrupted upload continues."""
 _READ_TIMEOUT_SECONDS = 30.0
 _MAX_VERSIONS = 100
-"""Maximum number of versions in the history of a pointer."""
+"""Maximum length of the saved history of a publication target: the versions to which its pointer has pointed."""
 
 
 class PublicationTarget(Protocol):
@@ -32,11 +32,11 @@ class PublicationTarget(Protocol):
     versions of one model at LOCATION.
 
     A built-in target is `SomeNameTarget` in `some_name.py`; a user's target is `path/file.py:Class` or
-    `path/file.py:Class://LOCATION`. A target may have further methods, of which `S3Target` has all:
+    `path/file.py:Class://LOCATION`. These methods are optional; `S3Target` has all of them:
 
     - `check()` raises ConfigError if the target cannot be written.
     - `prepare_upload(folder, check_cancellation)` lets an interrupted upload continue: the target keeps a journal in
-      the folder. The target calls `check_cancellation` repeatedly, and this function raises an error to stop it.
+      the folder. The target calls `check_cancellation` repeatedly; this function raises an error to end the upload.
     - `where(version)` and `damage(folder, version, record)`: with both, the same weights are not published
       twice. `damage` returns what is wrong with the files of `record` in a version, or an empty string.
     - `history`, `record_of`, `where` and `point_to`: a target with all four supports rollback of the pointer.
@@ -69,10 +69,10 @@ def is_publication_record(value: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def append_version(saved_history: list[str], version: str, history: list[str] | None = None) -> list[str]:
-    """Return the list of versions to which a pointer has pointed, at most 100, after it moves to `version`. For a
-    rollback, `history` is the part of the stored list `saved_history` to keep: all of it if the rollback is done and
-    only its response was lost. Raise UploadError if `history` is neither `saved_history` nor `saved_history` without
-    its last version, because another publication has moved the pointer meanwhile."""
+    """Return the new history of a publication target, the at most 100 last versions to which its pointer has pointed,
+    after the pointer moves to `version`. A rollback passes as `history` the part of `saved_history` to keep: the list
+    without its last version, or the whole list if a repeated rollback has already been done. Raise UploadError for any
+    other `history`, because another publication has moved the pointer meanwhile."""
     if history is not None and saved_history not in ([], history) and saved_history[:-1] != history:
         raise UploadError(f"{saved_history[-1]!r} was published meanwhile; the pointer was not moved, run it again")
     history = saved_history if history is None else history
@@ -80,8 +80,9 @@ def append_version(saved_history: list[str], version: str, history: list[str] | 
 
 
 def check_targets(pipeline: Pipeline) -> None:
-    """Raise ConfigError if a publication target of a pipeline cannot be opened, cannot be written by the stage that
-    publishes, or cannot be read by a gate that compares with it; UploadError if it does not respond."""
+    """Check the publication targets of a pipeline. Raise ConfigError if a target cannot be opened, cannot be written
+    for a stage that publishes, or cannot be read for a gate stage that compares metrics with it. Raise UploadError if a
+    target does not respond."""
     for stage in pipeline.stages:
         is_user_code = is_import_path(split_publication_target(stage.target)[0])
         if not stage.target or (is_user_code and stage.work_pool):
@@ -97,7 +98,7 @@ def check_targets(pipeline: Pipeline) -> None:
 
 
 def _check_published_metrics(stage: StageConfig, published_record: dict[str, Any] | None) -> None:
-    """Raise ConfigError if a gate compares with a metric that the record of the published model lacks."""
+    """Raise ConfigError if a gate stage compares with a metric of the published model that `published_record` lacks."""
     if published_record is None:
         return
     for condition in map(parse_condition, stage.require):
@@ -108,8 +109,8 @@ def _check_published_metrics(stage: StageConfig, published_record: dict[str, Any
 
 
 def _convert_target_error(stage_location: str, target_setting: str, error: Exception) -> Exception:
-    """Convert an error of a publication target to an UploadError if the target may respond later, otherwise to a
-    ConfigError, with the name of the stage. An unexpected error of a built-in target is returned unchanged."""
+    """Return an error whose message names the stage: an UploadError if the publication target can be expected to
+    respond later, otherwise a ConfigError. An unexpected error of a built-in target is returned unchanged."""
     setting_text, error_text = f"target = {target_setting!r}: ", str(error)
     if not isinstance(error, (ConfigError, UploadError, TimeoutError)):
         if not is_import_path(split_publication_target(target_setting)[0]):

@@ -1,7 +1,7 @@
-"""Content-addressed storage in a bucket: each content is stored once, under its SHA-256, and a JSON document that is
-written last names the contents.
+"""Content-addressed storage in a bucket: each file content is stored once, under its SHA-256. A JSON document lists the
+stored contents and is written after them.
 
-A fetched file is compared with its digest, and fetched again if the network altered it.
+A downloaded file is compared with its digest, and downloaded again if the network altered it.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class ContentEntry:
 
     @classmethod
     def from_bytes(cls, content_bytes: bytes) -> "ContentEntry":
-        """Return the size and digest of `content_bytes`."""
+        """Return the entry of a file with the content `content_bytes`: its size and its SHA-256."""
         return cls(len(content_bytes), hashlib.sha256(content_bytes).hexdigest())
 
 
@@ -39,24 +39,25 @@ class ContentStore:
     """Storage of files below one prefix of a bucket; the key of each file is the SHA-256 of its content."""
 
     def __init__(self, bucket: Bucket, key_prefix: str, check_cancellation: Callable[[], None] = lambda: None) -> None:
-        """Store contents below `key_prefix`; `check_cancellation` is called between parts and may raise an error."""
+        """Open the store below `key_prefix` in a bucket. `check_cancellation` is called between the parts of each
+        transfer, and can raise an error to end the transfer."""
         self._bucket, self._key_prefix, self._check_cancellation = bucket, key_prefix, check_cancellation
 
     def send(self, files: Mapping[str, Path], journal_file: Path | None = None) -> None:
-        """Store files under their digests and verify them. The journal file lets an interrupted upload continue; for
-        errors see `FileTransfer.send`."""
+        """Upload files and verify the stored objects; the keys of `files` are the SHA-256 digests. With `journal_file`,
+        an interrupted upload continues after the parts that have arrived. For errors see `FileTransfer.send`."""
         file_and_digest_by_key = {self._make_object_key(digest): (file, digest) for digest, file in files.items()}
         FileTransfer(self._bucket, UploadJournal(journal_file), self._check_cancellation).send(file_and_digest_by_key)
 
     def write(self, content_bytes: bytes) -> ContentEntry:
-        """Store bytes in one request; return their size and digest."""
+        """Store bytes under their SHA-256 in one request; return their size and digest."""
         content_entry = ContentEntry.from_bytes(content_bytes)
         self._bucket.write(self._make_object_key(content_entry.sha256), content_bytes)
         return content_entry
 
     def read(self, entry: ContentEntry) -> bytes | None:
-        """Return the stored bytes that have the digest of `entry`; None if no such object is stored. Raise UploadError
-        if the bytes arrive with another digest at each attempt."""
+        """Download and return the file content whose SHA-256 is `entry.sha256`; None if the bucket does not have it.
+        Raise UploadError if the downloaded bytes have another digest at each attempt."""
         key = self._make_object_key(entry.sha256)
         for _ in range(_MAX_DOWNLOAD_ATTEMPTS):
             content_bytes = self._bucket.read(key)
@@ -65,11 +66,12 @@ class ContentStore:
         raise UploadError(f"{self._bucket.url(key)} arrived altered {_MAX_DOWNLOAD_ATTEMPTS} times")
 
     def remove(self, entry: ContentEntry) -> None:
-        """Remove the object with the digest of `entry`, if it exists."""
+        """Remove the stored file content whose SHA-256 is `entry.sha256`; do nothing if the bucket does not have it."""
         self._bucket.remove(self._make_object_key(entry.sha256))
 
     def find_missing_digest(self, size_by_digest: Mapping[str, int]) -> str:
-        """Return the first digest whose object is missing or of another size than in `size_by_digest`, or ""."""
+        """Return the first digest in `size_by_digest` whose stored object is missing or has another size; "" if all
+        objects are complete."""
         for digest, size in size_by_digest.items():
             self._check_cancellation()
             object_info = self._bucket.head(self._make_object_key(digest))
@@ -78,8 +80,9 @@ class ContentStore:
         return ""
 
     def fetch(self, entry_by_file: Mapping[Path, ContentEntry], local_files: Mapping[str, Path] | None = None) -> None:
-        """Download each entry to its file unless the file has this content, or copy it from `local_files`, files by
-        their digest. Raise UploadError if a content is missing or altered in the store."""
+        """Download the content of each entry in `entry_by_file` to the entry's file. A file that has the content stays,
+        and a content in `local_files`, local files by SHA-256, is copied. Raise UploadError if a content is missing in
+        the bucket or arrives altered, and DiskFull if the disk has too little space."""
         files_by_entry: dict[ContentEntry, list[Path]] = defaultdict(list)
         for file, entry in entry_by_file.items():
             if not _matches_content_entry(file, entry):
@@ -88,7 +91,7 @@ class ContentStore:
         thread_map(self._fetch_content, fetch_arguments, _MAX_PARALLEL_FILES, "fetch")
 
     def remove_all_except(self, kept_digests: set[str]) -> None:
-        """Remove every object below the prefix whose digest is not in `kept_digests`."""
+        """Remove every stored file content whose SHA-256 is not in `kept_digests`."""
         for stored_object in list(self._bucket.list_objects(f"{self._key_prefix}/")):
             if stored_object.key.rpartition("/")[2] not in kept_digests:
                 self._bucket.remove(stored_object.key)
@@ -126,26 +129,29 @@ class ContentStore:
 
 
 def write_index(bucket: Bucket, key: str, entry_by_path: Mapping[str, ContentEntry], **info: str) -> None:
-    """Replace the JSON document that indexes stored files by path; `info` are further values about all files."""
+    """Replace the index at `key`, a JSON document with the size and SHA-256 of each stored file by path. `info` are
+    further values about all files together."""
     files = {path: [entry.size, entry.sha256] for path, entry in entry_by_path.items()}
     bucket.write(key, encode_document({"files": files, "info": info}))
 
 
 def read_index(bucket: Bucket, key: str) -> tuple[dict[str, ContentEntry], dict[str, str], str]:
-    """Return the files and the `info` of an index, and its ETag; all are empty if there is no such index."""
+    """Read the index at `key` (see `write_index`). Return the entry of each file by path, the further values `info`,
+    and the ETag of the index; all three are empty if there is no index."""
     document, etag = read_document(bucket, key)
     document = document or {"files": {}, "info": {}}
     return {path: ContentEntry(*entry) for path, entry in document["files"].items()}, document["info"], etag
 
 
 def encode_document(document: dict[str, Any]) -> bytes:
-    """Return the content of a JSON document with its digest, which `read_document` verifies."""
+    """Return the bytes to store for a JSON document: the JSON text with its SHA-256, which `read_document` verifies."""
     document_text = json.dumps(document)
     return json.dumps({"sha256": hashlib.sha256(document_text.encode()).hexdigest(), "text": document_text}).encode()
 
 
 def read_document(bucket: Bucket, key: str) -> tuple[dict[str, Any] | None, str]:
-    """Return a JSON document and its ETag, or None and "" if it does not exist; raise UploadError if it is damaged."""
+    """Return the JSON document at `key` (see `encode_document`) and its ETag; None and "" if it does not exist. Raise
+    UploadError if the document is damaged."""
     for _ in range(_MAX_DOWNLOAD_ATTEMPTS):
         document_bytes, etag = bucket.read_with_etag(key)
         if document_bytes is None:

@@ -1,8 +1,8 @@
-"""Upload checkpoints to a store during training.
+"""Upload checkpoints to a bucket during training.
 
 A thread of the flow's process sends the checkpoints with the lowest priority, so that the training never waits. The
-thread hard-links the files first, so that a checkpoint that is removed meanwhile arrives complete. The manifest is
-sent last.
+thread hard-links the files of a checkpoint first, so that the checkpoint arrives complete even if the training removes
+it meanwhile. The manifest of a checkpoint is sent last.
 """
 
 import logging
@@ -47,9 +47,9 @@ class CheckpointUploader:
         self._uploaded_names: set[str] = set()
 
     def push(self, check_cancellation: Callable[[], None] = lambda: None) -> Iterator[str]:
-        """Upload every complete checkpoint that is not stored yet; yield the name of each, `step_N`, when it is stored.
-        `check_cancellation` is called between requests and during waits; it may raise an error to end the upload. Raise
-        ConfigError or UploadError if the store fails; files already sent remain."""
+        """Upload every complete checkpoint that the bucket does not have; yield the name of each, `step_N`, after its
+        upload. `check_cancellation` is called between requests and during waits, and can raise an error to end the
+        upload. Raise ConfigError or UploadError if a request fails; uploaded files remain."""
         with FileLock(self._stage_path / "sending.lock") as lock:  # lock out another stage that uploads the checkpoints
             lock.acquire(on_poll=check_cancellation)
             for name, manifest_file in saved_manifests(self._stage_path).items():
@@ -57,7 +57,8 @@ class CheckpointUploader:
                     yield name
 
     def _push_checkpoint(self, name: str, manifest_file: Path, check_cancellation: Callable[[], None]) -> bool:
-        """Upload a checkpoint unless it is stored or was removed; return True if it was uploaded."""
+        """Upload a checkpoint, unless the bucket has it or the training has removed it; return True if it was
+        uploaded."""
         staging_path, store_url = self._stage_path / "sending" / name, self._bucket.url(self._key_prefix)
         with translate_errors(store_url), link_checkpoint(manifest_file.parent, staging_path) as folder:
             if folder is None:
@@ -87,9 +88,9 @@ def upload_checkpoints_in_background(
     stage_path: Path, url: str, check_stop: Callable[[], None] | None = None
 ) -> Iterator[None]:
     """Upload each checkpoint of a training when it is saved, while the `with` block runs; do nothing if `url` is empty.
-    An upload that fails is logged and tried again, at the latest by the `upload` stage. If that stage may run on
-    another machine, `check_stop` is given: the last checkpoints are then sent at the end of the block, unless
-    `check_stop`, which is called between requests, raises an error."""
+    An upload that fails is logged and tried again, at the latest by the `upload` stage. Pass `check_stop` if the
+    `upload` stage can run on another machine: the last checkpoints are then sent at the end of the `with` block.
+    `check_stop` is called between these requests, and can raise an error to end the upload."""
     if not url:
         yield
         return
@@ -138,7 +139,8 @@ def lower_cpu_priority() -> None:
 
 @contextmanager
 def link_checkpoint(source_folder: Path, target_folder: Path) -> Iterator[Path | None]:
-    """Hard-link a checkpoint's files into `target_folder` and yield this folder; None: the checkpoint was removed."""
+    """Hard-link a checkpoint's files into `target_folder` during the `with` block; yield `target_folder`, or None if
+    the checkpoint has been removed."""
     shutil.rmtree(target_folder, ignore_errors=True)
     target_folder.mkdir(parents=True)
     linked_folder = None

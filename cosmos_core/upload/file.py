@@ -24,11 +24,13 @@ class FileTarget:
         self._check_cancellation: Callable[[], None] = lambda: None
 
     def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
-        """Set the function that `publish` calls before it moves the pointer; an interrupted copy is made again."""
+        """Set the function that `publish` calls before it replaces the link `latest`; the function can raise an error
+        to end the publication. No journal is kept in `folder`: an interrupted copy starts again."""
         self._check_cancellation = check_cancellation
 
     def check(self) -> None:
-        """Raise ConfigError if the target folder can neither be written nor created; change nothing."""
+        """Raise ConfigError if the folder of the target cannot be written or, if it is missing, cannot be created. The
+        check changes nothing."""
         existing_path = next(path for path in (self.folder, *self.folder.parents) if os.path.lexists(path))
         if not existing_path.is_dir():
             raise ConfigError(f"{self.folder} cannot be written: {existing_path} is no folder")
@@ -43,12 +45,13 @@ class FileTarget:
             return self._read_record_file(latest_link, f"publish again, or remove {latest_link}")
 
     def record_of(self, version: str) -> dict[str, Any]:
-        """Return the publication record of a version; raise DamagedRecord if it is missing or cannot be read."""
+        """Return the publication record of the model version `version`; raise DamagedRecord if the record is missing
+        or damaged."""
         with self._translate_errors("read"):
             return self._read_record_file(self.folder / version, "publish again")
 
     def history(self) -> list[str]:
-        """Return the versions to which the link `latest` has pointed, the current version last."""
+        """Return the model versions to which the link `latest` has pointed, the current version last."""
         latest_link = self.folder / "latest"
         current_version = os.path.basename(os.readlink(latest_link)) if latest_link.is_symlink() else ""
         saved_names = read_json(self.folder / HISTORY_FILE)
@@ -56,17 +59,18 @@ class FileTarget:
         return append_version(version_names, current_version) if current_version else []
 
     def versions(self) -> list[str]:
-        """Return all stored versions in the order in which they were published."""
+        """Return the names of all model versions in the target's folder, the version published first at the start."""
         # Skip folders whose names begin with a dot, because they are unfinished copies.
         record_files = [file for file in self.folder.glob(f"[!.]*/{RECORD_FILE}") if not file.parent.is_symlink()]
         return [file.parent.name for file in sorted(record_files, key=lambda file: (file.stat().st_mtime, file))]
 
     def where(self, version: str) -> str:
-        """Return the path of the folder with a published version."""
+        """Return the path of the folder with the published model version `version`."""
         return str(self.folder / version)
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Return a message about the first file of `record` that is missing or altered in a version; else empty."""
+        """Compare the stored files of a version with the digests in `record["files"]`. Return a message about the first
+        file that is missing or altered; empty if all files are intact."""
         version_folder = self.folder / version
         if read_json(version_folder / RECORD_FILE) is None:
             return "no record"
@@ -77,8 +81,9 @@ class FileTarget:
         return ""
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Point `latest` to a complete version and save `history` (None: append the version to the saved history);
-        raise UploadError if the version is incomplete, is a link to another version, or cannot be read or written."""
+        """Let the link `latest` point to a stored version, and save the history of the versions to which it pointed:
+        for a rollback `history` and `version`, otherwise (None) the saved history and `version`. Raise UploadError if
+        the version is incomplete, is a link to another version, or cannot be read or written."""
         if (self.folder / version).is_symlink() or Path(version).name != version:
             raise UploadError(f"{version!r} is no version of {self.folder}; the pointer was not moved")
         with self._translate_errors("written"):

@@ -55,7 +55,8 @@ class HubTarget:
             raise ConfigError(f"hub://{self._repository_name}: HF_TOKEN may only read; set it to one that may write")
 
     def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
-        """Set the function to call before each request and before the commit; the Hub skips files that it has."""
+        """Set the function that is called before each request and before the commit; the function can raise an error to
+        end the publication. No journal is kept in `folder`, because the Hub skips files that it has."""
         self._check_cancellation = check_cancellation
 
     @cached_property
@@ -72,7 +73,8 @@ class HubTarget:
 
     @cached_property
     def repository(self) -> str:
-        """Return the name of the repository, `OWNER/NAME`."""
+        """Return the name of the repository on the Hub, `OWNER/NAME`; without an owner in the target, the owner is the
+        account of the token."""
         if "/" in self._repository_name:
             return self._repository_name
         return f"{self._retry_call(self.hub_api.whoami)['name']}/{self._repository_name}"
@@ -86,14 +88,15 @@ class HubTarget:
             return self._retry_call(lambda: self._read_record(self.branch or "main"))
 
     def record_of(self, version: str) -> dict[str, Any]:
-        """Return the publication record of a version; raise DamagedRecord if it is missing or damaged."""
+        """Return the publication record of the model version `version`; raise DamagedRecord if the record is missing
+        or damaged."""
         with self._translate_errors():
             if record := self._retry_call(lambda: self._read_record(version)):
                 return dict(record)
         raise DamagedRecord(f"{self.where(version)}: {RECORD_FILE} is missing; publish again")
 
     def history(self) -> list[str]:
-        """Return the versions that were published on the branch, the current version last."""
+        """Return the model versions that were published on the target's branch, the current version last."""
         list_commits = partial(self.hub_api.list_repo_commits, self.repository, revision=self.branch or "main")
         with self._translate_errors():
             commit_titles = [commit.title for commit in reversed(self._retry_call(list_commits))]
@@ -101,7 +104,8 @@ class HubTarget:
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing on the Hub or differs from `folder`; empty
-        if there is none. The tag of the version is compared, and the branch too if the version is the current one."""
+        if all files agree. The files at the version's tag are compared, and the files on the branch too if the version
+        is the current one."""
         branch = self.branch or "main"
         with self._translate_errors():
             current_record = self._retry_call(lambda: self._read_record(branch)) or {}
@@ -130,7 +134,8 @@ class HubTarget:
         return self.where(version)
 
     def _commit_files(self, folder: Path, version: str, record: dict[str, Any], branch: str) -> str:
-        """Return the id of a commit with the files of a version: the newest commit of the branch, or a new commit."""
+        """Return the id of a commit with the files of a version: the newest commit of the branch if it has this version
+        with intact files, otherwise a new commit."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         try:
@@ -159,8 +164,8 @@ class HubTarget:
         return str(create_commit(commit_message=f"{_COMMIT_TITLE_PREFIX}{version}", revision=branch).oid)
 
     def _find_damaged_file(self, folder: Path, record: dict[str, Any], revision: str) -> str:
-        """Return a message about the first file whose digest on the Hub differs: the SHA-256 of a large file, the git
-        object id of a small file. Empty if there is none."""
+        """Return a message about the first file of `record` that is missing on the Hub or has another digest there: the
+        SHA-256 of a large file, the git object id of a small file. Empty if all files agree."""
         from huggingface_hub.errors import RevisionNotFoundError
         from huggingface_hub.utils.sha import git_hash
 
@@ -253,7 +258,8 @@ def _get_status_code(error: Any) -> int:
 
 
 def _render_model_card(card_file: Path, record: dict[str, Any]) -> str:
-    """Return the text of a model card with the version of the model, its metrics and the digests of its inputs."""
+    """Return the text of a model card, extended by the published version of the model, the metrics of the version and
+    the digests of its inputs."""
     library = "diffusers" if "model_index.json" in record["files"] else "transformers"
     empty_card = f"---\nlibrary_name: {library}\n---"
     card_text = card_file.read_text(encoding="utf-8").rstrip() if card_file.is_file() else empty_card

@@ -1,8 +1,8 @@
 """Lease in a bucket: a lock that expires, so that only one process on all machines computes a result at a time.
 
-The holder renews the lease. A waiting process takes the lease over if it has not changed for a minute by the waiting
-process's own clock, so that clocks need not agree. On the machine of a killed holder, another process takes
-the lease over at once.
+The process that holds the lease renews it. A waiting process takes the lease over if the lease has not changed for a
+minute by the waiting process's own clock, so that the clocks of machines need not agree. A waiting process on the
+machine of a holder that was killed takes the lease over at once.
 """
 
 import logging
@@ -52,8 +52,8 @@ class Lease:
         self._renewal_thread: threading.Thread | None = None
 
     def acquire(self, report_waiting: Callable[[LeaseHolder], None]) -> bool:
-        """Wait for the lease and acquire it; return True if another process held it before. `report_waiting` is called
-        with the holder between attempts, and may raise an error to give up."""
+        """Wait until the lease is free and acquire it; return True if another process held the lease meanwhile.
+        Between attempts, `report_waiting` is called with the holder, and can raise an error to stop waiting."""
         observed_etag, last_change_time, has_waited = "", time.monotonic(), False
         with translate_errors(self._url):
             while True:
@@ -104,7 +104,8 @@ class Lease:
             return None, etag
 
     def _replace_lease(self, etag: str) -> bool:
-        """Replace the stored lease that has this ETag by the lease of this process; return True if that succeeded."""
+        """Store the lease of this process in place of the stored lease with the ETag `etag`. Return False if the stored
+        lease has changed since, because another process has acquired it."""
         self._etag = self._bucket.replace_if_unchanged(self._object_key, encode_document(asdict(self._holder)), etag)
         if self._etag:
             return True

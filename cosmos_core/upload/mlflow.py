@@ -39,12 +39,14 @@ class MlflowTarget:
         return open_client()
 
     def check(self) -> None:
-        """Raise ConfigError if MLflow is not installed or refuses the credentials, otherwise UploadError."""
+        """Check that the MLflow server responds. Raise ConfigError if MLflow is not installed or the server refuses the
+        credentials, and UploadError for other errors of the server."""
         with self._translate_errors():
             call_with_timeout(_CHECK_TIMEOUT_SECONDS, self._find_registered_model)
 
     def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
-        """Set the function to call before a file is sent or a version created; stored files are not sent again."""
+        """Set the function that is called before a file is sent or a version is created; the function can raise an
+        error to end the publication. No journal is kept in `folder`, because stored files are not sent again."""
         self._check_cancellation = check_cancellation
 
     def published(self) -> dict[str, Any] | None:
@@ -53,7 +55,8 @@ class MlflowTarget:
         return None if current_version is None else self.record_of(current_version.tags.get(VERSION_TAG, ""))
 
     def record_of(self, version: str) -> dict[str, Any]:
-        """Return the publication record of a version; raise DamagedRecord if it is missing or cannot be read."""
+        """Return the publication record of the model version `version`; raise DamagedRecord if the record is missing
+        or damaged."""
         with self._translate_errors():
             model_version = self._find_version(version)
             if record := _read_artifact_record(model_version.source) if model_version else None:
@@ -61,14 +64,14 @@ class MlflowTarget:
         raise DamagedRecord(f"mlflow://{self.name}: {RECORD_FILE} of {version} is missing or damaged; publish again")
 
     def history(self) -> list[str]:
-        """Return the versions to which the alias `published` has pointed, the current version last."""
+        """Return the model versions to which the alias `published` has pointed, the current version last."""
         with self._translate_errors():
             current_version, registered_model = self._find_current_version(), self._find_registered_model()
             names = json.loads(registered_model.tags.get(_PUBLISHED_VERSIONS_TAG, "[]")) if registered_model else []
         return append_version(names, current_version.tags.get(VERSION_TAG, "")) if current_version else []
 
     def versions(self) -> list[str]:
-        """Return all published versions of the registered model, the oldest first."""
+        """Return the names of all published versions of the registered model, the oldest first."""
         with self._translate_errors():
             tags_by_version = [each.tags for each in self._find_versions()]
         return list(dict.fromkeys(each[VERSION_TAG] for each in tags_by_version if VERSION_TAG in each))
@@ -80,7 +83,8 @@ class MlflowTarget:
         return f"mlflow://{self.name}@{model_version.version if model_version else version}"
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        """Return a message about the first file of `record` that is missing or of other size or digest; else empty."""
+        """Compare the stored files of a version with `record` and `folder`. Return a message about the first file of
+        `record` that is missing or has another size or digest; empty if all files agree."""
         with self._translate_errors():
             model_version = self._find_version(version)
             if model_version:
@@ -88,8 +92,9 @@ class MlflowTarget:
         return f"the version {version} is missing"
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Move the alias `published` to `version` and save `history` (None: append the version to the saved history);
-        raise UploadError if the registered model has no such version."""
+        """Move the alias `published` to a stored version, and save the history of the versions to which it pointed:
+        for a rollback `history` and `version`, otherwise (None) the saved history and `version`. Raise UploadError if
+        the registered model has no such version."""
         with self._translate_errors():
             if not (model_version := self._find_version(version)):
                 raise UploadError(f"mlflow://{self.name} has no version {version!r}; the alias was not moved")
@@ -146,8 +151,9 @@ class MlflowTarget:
         return ""
 
     def _move_alias(self, model_version: Any, history: list[str], *, is_rollback: bool = False) -> None:
-        """Move the alias, then save the history; for a rollback the other way round: after a lost request, the alias
-        with the old history would look like a publication, and a second rollback would undo the first."""
+        """Move the alias `published`, then save the history of published versions. A rollback saves the history first:
+        if only the alias were moved before an interruption, the rollback would look like a publication, and a second
+        rollback would undo the first."""
         steps = [
             partial(self.client.set_registered_model_alias, self.name, PUBLISHED_ALIAS, model_version.version),
             partial(self.client.set_registered_model_tag, self.name, _PUBLISHED_VERSIONS_TAG, json.dumps(history)),

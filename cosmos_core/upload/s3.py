@@ -43,7 +43,8 @@ class S3Target:
         return self.record_of(history[-1]) if history else None
 
     def record_of(self, version: str) -> dict[str, Any]:
-        """Return the publication record of a version; raise DamagedRecord if it is missing or damaged."""
+        """Return the publication record of the model version `version`; raise DamagedRecord if the record is missing
+        or damaged."""
         with translate_errors(self.where(version)):
             record = _decode_json(self.bucket.read(self._object_key(f"{version}/{RECORD_FILE}")))
         if not is_publication_record(record):
@@ -51,7 +52,8 @@ class S3Target:
         return record
 
     def history(self) -> list[str]:
-        """Return the versions to which `latest.json` referred, current last; raise DamagedRecord if it is damaged."""
+        """Return the model versions to which the pointer `latest.json` has referred, the current version last; empty
+        if nothing was published. Raise DamagedRecord if the pointer is damaged."""
         with translate_errors(self.where(POINTER_FILE)):
             return self._parse_history(self.bucket.read(self._object_key(POINTER_FILE)))
 
@@ -65,7 +67,7 @@ class S3Target:
         return list(history)
 
     def versions(self) -> list[str]:
-        """Return all stored versions in the order in which they were published."""
+        """Return the names of all model versions in the bucket, the version published first at the start."""
         key_prefix, record_suffix = self._object_key(""), f"/{RECORD_FILE}"
         with translate_errors(self.where("")):
             record_objects = [each for each in self.bucket.list_objects(key_prefix) if each.key.endswith(record_suffix)]
@@ -74,7 +76,7 @@ class S3Target:
         return [name for name in names if "/" not in name]  # names with "/" belong to another target below this prefix
 
     def where(self, version: str) -> str:
-        """Return the URL of a published version."""
+        """Return the URL of the published model version `version`."""
         return self.bucket.url(self._object_key(version))
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
@@ -102,8 +104,9 @@ class S3Target:
         return self.where(version)
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Make `latest.json` point to a stored version, and append the version to `history` (None: the saved history);
-        raise UploadError if a file of the version is missing."""
+        """Let the pointer `latest.json` refer to a stored version, and save the history of its versions with `version`
+        appended: for a rollback `history`, otherwise (None) the saved history. Raise UploadError if a file of the
+        version is missing."""
         with translate_errors(self.where(version), message_hint=_POINTER_UNCHANGED_NOTE):
             for name in self.record_of(version)["files"]:
                 if self.bucket.head(self._object_key(f"{version}/{name}")) is None:
@@ -118,7 +121,8 @@ class S3Target:
             raise UploadError(f"{self.where(POINTER_FILE)}: {problem}; {remedy}")
 
     def _replace_pointer(self, version: str, history: list[str] | None) -> bool:
-        """Replace `latest.json`, also if it is damaged; return False if it was changed after it was read."""
+        """Write the pointer `latest.json` with a new current version; replace a damaged one too. Return False if
+        another process changed the pointer after this call read it."""
         from botocore.exceptions import ClientError
 
         pointer_key = self._object_key(POINTER_FILE)
@@ -141,7 +145,7 @@ class S3Target:
 
 
 def _decode_json(json_bytes: bytes | None) -> Any:
-    """Return the value of JSON data; None if there is no data, and an empty dict if it is damaged."""
+    """Return the value of JSON data; None if `json_bytes` is None, and an empty dict if the data are damaged."""
     try:
         return None if json_bytes is None else json.loads(json_bytes)
     except ValueError:

@@ -1,8 +1,9 @@
 """Decide which runs and results of an artifact store can be removed, and remove them, for `cosmos clean --store`.
 
-A run can be removed if none of its objects was written for long enough. The result of a fingerprint can be removed if
-in addition no remaining run uses it, and a content if no remaining result lists it. Ages are measured with the store's
-own clock. Nothing is removed while a stage is being made, since its result may name existing contents.
+A run can be removed if none of its objects was written for long enough. The stored result of a stage fingerprint can be
+removed if in addition no remaining run uses it, and a stored file content if no remaining result lists it. Ages are
+measured with the store's own clock. Nothing is removed while a process makes a result, because this result can refer to
+file contents that are already stored.
 """
 
 import json
@@ -33,7 +34,7 @@ class StoredFolder:
     objects: list[StoredObject] = field(default_factory=list)
     pipeline: str = ""
     age_seconds: float = 0.0
-    """Age of the newest object of the folder."""
+    """Age in seconds of the newest object of the folder."""
     reason_to_keep: str = ""
     """Reason to keep the folder; an empty string if the folder can be removed."""
 
@@ -49,11 +50,12 @@ class StoreRetention:
     def __init__(
         self, url: str, *, num_kept_runs: int, older_than_seconds: float, min_age_seconds: float = SECONDS_PER_DAY
     ) -> None:
-        """Keep the newest `num_kept_runs` runs of each pipeline, and all objects younger than `older_than_seconds` or,
-        if it is longer, `min_age_seconds`, because a run that still goes on may refer to young objects later.
+        """Select what can be removed from the store at `url`. The newest `num_kept_runs` runs of each pipeline are
+        kept, and all objects younger than `older_than_seconds` or, if that is longer, `min_age_seconds`: a running
+        pipeline can refer to young objects later.
 
         Raises:
-            ConfigError: the store refuses a request, or a stage is being made: its result may name existing contents.
+            ConfigError: the store refuses a request, or a process is making a result, which can refer to old objects.
             UploadError: the store cannot be reached.
         """
         bucket_name, self._key_prefix = split_s3_url(url)
@@ -86,8 +88,8 @@ class StoreRetention:
             """Number of bytes that `remove` would free."""
 
     def remove(self) -> tuple[int, int]:
-        """Remove the runs that no retention rule keeps, and objects to which no other run refers; return the number of
-        removed runs and of freed bytes."""
+        """Remove from the store the selected runs and results, and the outputs to which no other run or result refers;
+        return the number of removed runs and of freed bytes."""
         freed_bytes = 0
         with translate_errors(self.url):
             for folder in self._removable_folders:
@@ -132,13 +134,15 @@ class StoreRetention:
                 run.reason_to_keep = "not old enough"
 
     def _may_wait_for_approval(self, run: StoredFolder, pipeline_table: dict[str, Any]) -> bool:
-        """Return True if a stage that publishes is not complete; the store has no record of requests for approval."""
+        """Return True if a stage of the run that publishes a model is not complete. Such a run is treated as waiting
+        for an approval, because the store has no record of requests for approval."""
         publishing_stages = [stage["name"] for stage in pipeline_table.get("stages", ()) if stage.get("target")]
         result_keys = {self._object_key(f"runs/{run.name}/stages/{name}/{RESULT_FILE}") for name in publishing_stages}
         return not result_keys <= {each.key for each in run.objects}
 
     def _find_unreferenced_objects(self, kept_folders: list[StoredFolder]) -> list[StoredObject]:
-        """Return the old objects below `objects/` that no result in `kept_folders` lists as output."""
+        """Return the stored stage outputs that are old enough to be removed and that no result in `kept_folders`
+        lists."""
         files_by_result = [files for folder in kept_folders for files in self._iter_result_values(folder, "outputs")]
         referenced_digests = {each["sha256"] for files in files_by_result for each in files}
         all_objects = self._bucket.list_objects(f"{self._object_key('objects')}/")

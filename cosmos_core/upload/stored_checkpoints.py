@@ -13,14 +13,15 @@ from cosmos_core.upload.checkpoint_upload import CHECKPOINTS_FOLDER, MANIFEST_FI
 logger = logging.getLogger(__name__)
 
 JOURNAL_FILE = "stored.jsonl"
-"""File name of the journal, in the folder of a stage, of the objects that have arrived in the store."""
+"""Name of the journal file in the folder of a stage: it lists the parts and objects that have arrived in the artifact
+store, so that an interrupted upload continues."""
 _METRICS_FILE = "metrics.jsonl"
 _TRAINING_STATE_FILE = "extra.json"
-"""File of a checkpoint in which the training records its best step."""
+"""Name of the file of a checkpoint that records the training state, such as the step of the best checkpoint."""
 
 
 class StoredCheckpoints:
-    """Stored checkpoints of one training; a checkpoint that is removed locally is removed from the store too."""
+    """Checkpoints of one training in an artifact store; `push` also removes those that were removed locally."""
 
     def __init__(self, bucket: Bucket, key_prefix: str, stage_path: Path) -> None:
         self._bucket, self._key_prefix, self._stage_path = bucket, key_prefix, stage_path
@@ -28,8 +29,8 @@ class StoredCheckpoints:
         self._damaged_names: set[str] = set()
 
     def push(self, check_cancellation: Callable[[], None] = lambda: None) -> list[str]:
-        """Store each complete checkpoint that is not stored yet, with the training's metrics, then remove older stored
-        checkpoints that were removed locally; return the names of the newly stored checkpoints, `step_N`."""
+        """Upload each complete checkpoint that the store does not have, with the training's metrics. Then remove older
+        checkpoints from the store that were removed locally. Return the names of the new checkpoints, `step_N`."""
         sent_names, manifest_by_name = [], saved_manifests(self._stage_path)
         for name, manifest in manifest_by_name.items():
             with translate_errors(self._bucket.url(self._key_prefix)):
@@ -48,7 +49,8 @@ class StoredCheckpoints:
         return sent_names
 
     def pull(self) -> str:
-        """Download the newest intact checkpoint and its metrics unless a local one is as new; return its name or ""."""
+        """Download the newest intact checkpoint and its metrics from the store, unless a local checkpoint is as new.
+        Return the name of the checkpoint, `step_N`; "" if none was downloaded."""
         newest_local_step = max(map(parse_step, saved_manifests(self._stage_path)), default=-1)
         with translate_errors(self._bucket.url(self._key_prefix)):
             for name in sorted(self.list_names(), key=parse_step, reverse=True):
@@ -91,8 +93,8 @@ class StoredCheckpoints:
         write_index(self._bucket, f"{self._key_prefix}/{name}.json", files)
 
     def _fetch_best_checkpoint(self, name: str) -> None:
-        """Download the best checkpoint so far, whose step the checkpoint `name` records: a training keeps the best
-        checkpoint in addition to the `max_keep` newest."""
+        """Download the best checkpoint of the training, whose step is recorded in the downloaded checkpoint `name`: a
+        training keeps its best checkpoint in addition to the `max_keep` newest."""
         policy_folder = self._stage_path / CHECKPOINTS_FOLDER / name / "policy"
         training_state = read_json_object(policy_folder / _TRAINING_STATE_FILE)
         best_name = f"step_{(training_state.get('best') or {}).get('step')}"

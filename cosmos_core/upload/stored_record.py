@@ -30,7 +30,7 @@ class StoredRecord:
         self._index_etag = ""
 
     def push(self, *, is_final: bool = False) -> None:
-        """Store the files of the stage that have changed; with `is_final`, store the logs as well."""
+        """Upload the small files of the stage that have changed; with `is_final`, upload the logs as well."""
         with translate_errors(self._bucket.url(self._key_prefix)):
             if self._known_entries is None:
                 self._known_entries, *_ = read_index(self._bucket, self._index_key)
@@ -53,8 +53,8 @@ class StoredRecord:
             self._known_entries = new_entries
 
     def pull(self) -> bool:
-        """Download the stored files if another machine, or another folder, stored them last and they have changed since
-        the last call; return True if so."""
+        """Download the stored files of the stage if another machine, or another folder, stored them last, and if they
+        have changed since the last call. Return True if files were downloaded."""
         with translate_errors(self._bucket.url(self._key_prefix)):
             stored_entries, writer_info, etag = read_index(self._bucket, self._index_key)
             if etag in {"", self._index_etag} or writer_info == self._writer_info:
@@ -98,7 +98,8 @@ def _read_state_without_pids(data: bytes) -> StageState | None:
 
 
 def _merge_json_lines(*file_contents: bytes) -> bytes:
-    """Return the distinct JSON lines of several files, sorted by time."""
+    """Return the distinct JSON lines of several files of events, sorted by the key `time`; incomplete lines are left
+    out."""
     distinct_lines = {line for data in file_contents for line in data.splitlines()}
 
     def parse_line_time(line: bytes) -> float:

@@ -78,8 +78,8 @@ class FileTransfer:
     part_bytes: int = PART_BYTES
 
     def send(self, files: dict[str, tuple[Path, str]]) -> None:
-        """Store files in the bucket unless it has them; `files` maps each key to a file and its SHA-256. Raise
-        UploadError if a stored object has the wrong digest after each attempt, or its file changed meanwhile."""
+        """Upload files to the bucket, except those that it has; `files` maps each object key to a file and its SHA-256.
+        Raise UploadError if a stored object has another SHA-256 after each attempt, as after a change of its file."""
         file_arguments = ((key, *file_and_digest) for key, file_and_digest in files.items())
         thread_map(self._send_file, file_arguments, _MAX_PARALLEL_FILES, "upload")
 
@@ -133,9 +133,9 @@ class FileTransfer:
         )
 
     def _open_upload(self, key: str, sha256: str) -> tuple[str, dict[int, str]]:
-        """Return the id of the multipart upload in the journal, and the ETags of its stored parts by number. Return a
-        new upload if the store refuses to list the parts: the upload is gone (status 404, in some stores 400), or this
-        account may only write. Other uploads of the key are kept: another machine may be sending the same content."""
+        """Return the id of the multipart upload of `key` in the journal, and the ETags of its stored parts by number.
+        Start a new upload if there is none, or if the store refuses to list its parts: it is gone (status 404, in some
+        stores 400), or this account can only write. Other uploads of the key, possibly of other machines, are kept."""
         from botocore.exceptions import ClientError
 
         s3, object_arguments = self.bucket.s3_client, {"Bucket": self.bucket.name, "Key": key}
