@@ -19,12 +19,13 @@ logger = logging.getLogger(__name__)
 
 _SHARED_GPU_FRACTION = 0.5  # fraction of a GPU that an actor gets if a rank has the other half
 _MAX_CONCURRENT_CALLS = 32
-"""Maximum number of concurrent calls per actor. It is large, because a call may wait until another call ends."""
+"""Maximum number of concurrent calls per actor. It is large, because some calls return only after another call has
+ended."""
 
 
 @dataclass(frozen=True)
 class ActorGroup:
-    """Description of the actors that run alongside the ranks of a group."""
+    """Settings of the Ray actors, such as rollout engines, that run alongside the ranks of a `WorkerGroup`."""
 
     make_object: Callable[[], Any]
     """Picklable function that creates the object in the process of each actor, at each start of the process."""
@@ -35,7 +36,8 @@ class ActorGroup:
     shares_gpus: bool = False
     """Whether an actor with n processes uses the GPUs of n ranks instead of additional GPUs."""
     processes_per_actor: int = 1
-    """Number of processes of an actor that compute, possibly including its own, on one machine with one GPU each."""
+    """Number of processes with which one actor computes, each on its own GPU of one machine. The process of the actor
+    itself counts if it computes too."""
     is_concurrent_with_ranks: bool = True
     """Whether the actors compute at the same time as the ranks; False: only while the ranks wait."""
 
@@ -55,7 +57,8 @@ class _ObjectActor:
         self._object = make_object()
 
     def call(self, method: str, arguments: tuple[Any, ...], kwargs: dict[str, Any], shared_value: Any = None) -> Any:
-        """Call a method of the object with `arguments`, then `shared_value` unless it is None, and `kwargs`."""
+        """Call the method named `method` of the object. Its positional arguments are `arguments`, followed by
+        `shared_value` unless it is None."""
         unblock_job_signals()
         return getattr(self._object, method)(*arguments, *([] if shared_value is None else [shared_value]), **kwargs)
 
@@ -99,14 +102,15 @@ class ActorHandle:
 
 
 class ActorSupervisor:
-    """Actors of a worker group, managed by the process that starts them."""
+    """Supervisor that starts the actors described by an `ActorGroup`, and changes their number while the ranks run."""
 
     def __init__(
         self, actor_group: ActorGroup, *, owns_cluster: bool, num_threads: int = 0, placements: Sequence[Any] = ()
     ) -> None:
-        """Start the actors that `actor_group` describes, each with `num_threads` CPU threads (0: the default), on an
-        embedded or another Ray cluster. `placements` are Ray's scheduling strategies that start the first actors in
-        reserved bundles; there is one for each possible actor if actors share the GPUs of ranks."""
+        """Start the actors that `actor_group` describes, each with `num_threads` CPU threads (0: the default).
+        `owns_cluster`: whether this process has started the Ray cluster. `placements`: Ray scheduling strategies that
+        put the first actors into reserved resource bundles; if actors share the GPUs of ranks, there are at most as
+        many actors as `placements`."""
         self._actor_group, self._num_threads = actor_group, num_threads
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         shares_gpus = has_gpus and actor_group.shares_gpus
@@ -131,8 +135,9 @@ class ActorSupervisor:
         self.resize(lambda handles: None)
 
     def resize(self, on_resize: Callable[[list[ActorHandle]], object]) -> None:
-        """Start or kill actors until their number is the target number of the group. If the number changes, `on_resize`
-        is called to pass the new handles to the ranks; surplus actors are killed after it has returned."""
+        """Start or kill actors until there are as many as `ActorGroup.get_target_size` returns. If their number
+        changes, `on_resize` is called with the handles of all remaining actors, to pass them to the ranks. Surplus
+        actors are killed after it has returned."""
         num_requested_actors, num_previous_actors = max(0, self._actor_group.get_target_size()), len(self.handles)
         num_target_actors = int(min(num_requested_actors, self._max_actors))
         if num_requested_actors > num_target_actors and num_requested_actors != self._num_requested_actors:

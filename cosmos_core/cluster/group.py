@@ -41,26 +41,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REPLY_SECONDS = 10.0
-"""Seconds to wait for a reply of a rank or of Ray; then ranks are polled, because a reply of `run` may be lost."""
+"""Seconds to wait for a reply of a rank or of Ray. If no rank has ended for this long, all ranks are polled, because
+Ray can lose the reply of a rank that has ended."""
 _OBJECT_STORE_BYTES = 1 << 30
-"""Bytes of Ray's object store, which holds two buckets of weights in transfer to engines, and unread values."""
+"""Bytes of Ray's object store in an embedded cluster with rollout engines. It holds two buckets of the weights that are
+being sent to the engines, and values that are not read yet."""
 _MAX_SOCKET_FOLDER_BYTES = 40
 """Maximum length of the path of Ray's folder: the path of a socket is at most 107 bytes long, of which Ray takes 65."""
 _MAX_RANK_RESTARTS = 3
-"""Maximum number of restarts of all ranks after the death of a rank, if actors run alongside the ranks."""
+"""Maximum number of times that `WorkerGroup.run` restarts all ranks after one of them has died or has requested it.
+Only a group with actors, which keep running meanwhile, restarts its ranks; otherwise the call fails."""
 _DEATH_REPORT_SECONDS = 10.0  # seconds to wait for Ray's report that a rank is dead, after another rank has failed
 
 
 class RankFailed(StageFailed):
-    """Failure of a rank that died, or that raised an error from outside this package."""
+    """Raised if a rank has died, or has raised an error from outside this package."""
 
 
 class RankRaised(RankFailed, ProgramError):
-    """Failure of a rank that raised a permanent error from outside this package, so that a retry does not help."""
+    """Raised if a rank has raised a permanent error, for which a retry does not help: a `ProgramError`, or an error
+    from outside this package."""
 
 
 class RanksMustRestart(RankFailed):
-    """Error that a program raises on every rank to request a restart from the newest checkpoint."""
+    """Raised by a program on every rank to request a restart of all ranks from the newest checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class WorkerGroup:
 
 @contextmanager
 def process_group(rendezvous: Rendezvous) -> Iterator[None]:
-    """Open torch's default process group over all ranks for the duration of the block."""
+    """Open torch's default process group over all ranks for the duration of a `with` block."""
     os.environ |= {
         "RANK": str(rendezvous.rank), "WORLD_SIZE": str(rendezvous.num_ranks), "LOCAL_RANK": str(rendezvous.device),
         "MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port),
@@ -154,14 +158,16 @@ def _address_family(address: str) -> socket.AddressFamily:
 
 
 def create_tcp_store(address: str, num_ranks: int) -> dist.TCPStore:
-    """Return the TCP store of a process group, on a free port of `address` only, because it trusts all clients."""
+    """Return the TCP store for a process group. It listens on a free port of `address` only, because it trusts all
+    clients."""
     listening_socket = socket.create_server((address, 0), family=_address_family(address))
     free_port, fd = listening_socket.getsockname()[1], listening_socket.detach()
     return dist.TCPStore(address, free_port, num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def run_as_rank(program: RankProgram, rank_messages: RankMessages, rendezvous: Rendezvous) -> tuple[bool, Any]:
-    """Run the program as one rank; return True and its value (None except on rank 0), or False and its error."""
+    """Run `program` as one rank of a process group. Return True and the value of the program (None except on rank 0),
+    or, after an error, False and the error."""
     try:
         with process_group(rendezvous):
             return_value = program(rank_messages)
@@ -241,8 +247,8 @@ def _kill_cluster_at_shutdown(ray: Any) -> None:
 
 @contextmanager
 def _make_socket_folder() -> Iterator[str | None]:
-    """Yield a temporary folder in /tmp for the files of an embedded cluster if TMPDIR, such as that of a batch job, is
-    too long a path for the sockets that Ray makes there; otherwise None: Ray's default."""
+    """Yield None if the path of Ray's default folder is short enough for the sockets of an embedded cluster. Otherwise,
+    for example with the long TMPDIR of a batch job, yield a temporary folder in /tmp."""
     default_ray_folder = os.path.join(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray")
     if len(os.fsencode(default_ray_folder)) <= _MAX_SOCKET_FOLDER_BYTES:
         yield None
@@ -253,9 +259,10 @@ def _make_socket_folder() -> Iterator[str | None]:
 
 
 def split_threads(num_cores: int, num_ranks: int, num_actors: int, *, is_parallel: bool) -> tuple[int, int]:
-    """Return the number of threads per rank and per actor process, on one machine with `num_cores` CPU cores. Ranks and
-    engines (the actors) each get all cores, because engines pause often. Engines that overlap with ranks get half: a
-    second thread speeds up decoding little, but takes a core from a rank (docs/benchmarks.md)."""
+    """Return the number of threads per rank and per actor process (rollout engine), on one machine with `num_cores` CPU
+    cores. The ranks use all cores together, and so do the engines, because engines pause often. With `is_parallel`,
+    engines compute while ranks compute; then they use half of the cores, because a second thread speeds up decoding
+    little, but takes a core from a rank (docs/benchmarks.md)."""
     return max(1, num_cores // max(num_ranks, num_actors)), max(1, num_cores // max(1, num_actors * (1 + is_parallel)))
 
 
@@ -347,7 +354,8 @@ def _wait_for_ranks(
 
 
 def _get_death_errors(ray: Any) -> tuple[type[Exception], ...]:
-    """Return the errors with which a call of a dead rank fails; Ray kills processes if a machine runs out of memory."""
+    """Return the classes of the errors with which a call of a dead rank fails. One of them is `OutOfMemoryError`,
+    because Ray kills processes if a machine runs out of memory."""
     return ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError
 
 
@@ -362,7 +370,8 @@ def _is_cluster_dead(ray: Any) -> bool:
 
 
 def _find_dead_rank(ray: Any, run_refs: list[Any]) -> RankFailed | None:
-    """Return the error of a rank whose process has died, from the calls `run_refs` of all ranks; None: none died."""
+    """Return an error that names a rank whose process has died, according to Ray's results for the calls `run_refs`,
+    one per rank; None: no rank has died."""
     deadline, pending_refs = time.monotonic() + _DEATH_REPORT_SECONDS, list(run_refs)
     while pending_refs and time.monotonic() < deadline:
         finished_refs, pending_refs = ray.wait(pending_refs, timeout=POLL_SECONDS)

@@ -29,7 +29,7 @@ _GCS_ADDRESS_FLAG = "--gcs-address="
 
 
 def is_cluster_node(address: str) -> bool:
-    """Return True if this machine runs a raylet of the cluster with the address `host:port`."""
+    """Return True if this machine runs a raylet of the Ray cluster with the address `host:port`."""
     cluster_address = _resolve_address(address)
     local_addresses = {each.address for interface in psutil.net_if_addrs().values() for each in interface}
     if cluster_address[0].startswith("127.") or cluster_address[0] in local_addresses:
@@ -42,8 +42,9 @@ def is_cluster_node(address: str) -> bool:
 
 @contextmanager
 def join_cluster(has_joined: Callable[[str], bool] = is_cluster_node) -> Iterator[None]:
-    """Add this machine as a node to the Ray cluster at `RAY_ADDRESS` for the duration of the block, unless `has_joined`
-    returns True, because the machine is in the cluster already. Raises `StageFailed` if it cannot join."""
+    """Add this machine as a node to the Ray cluster at `RAY_ADDRESS` for the duration of a `with` block. Do nothing if
+    `has_joined`, called with the address, returns True: then the machine is in the cluster already. Raises
+    `StageFailed` if the machine cannot join."""
     address = os.environ.get("RAY_ADDRESS", "")
     # An address such as `auto` (a cluster on this machine) or `ray://HOST:PORT` (Ray Client) needs no local node.
     if ":" not in address or "://" in address or has_joined(address):

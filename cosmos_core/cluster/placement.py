@@ -61,7 +61,8 @@ def resource_bundles(
 
 
 def count_ranks_per_bundle(actor_group: ActorGroup | None, *, has_gpus: bool) -> int:
-    """Return the number of ranks per resource bundle: the ranks that share their GPUs with one actor, otherwise 1."""
+    """Return the number of ranks per resource bundle: all ranks that share their GPUs with one actor, or 1 if actors
+    share no GPUs with ranks."""
     return actor_group.processes_per_actor if actor_group is not None and actor_group.shares_gpus and has_gpus else 1
 
 

@@ -25,7 +25,8 @@ _SERVICE_ENVIRONMENT_PREFIXES = ("COSMOS_", "HF_", "MLFLOW_", "REMOTE_REWARD_", 
 
 
 def collect_cluster_properties(libraries: Sequence[str]) -> MachineProperties:
-    """Return the properties of one machine, with versions of the packages `libraries`, and all GPUs of the cluster."""
+    """Return the properties of the largest machine of the Ray cluster at `RAY_ADDRESS`, with its versions of the
+    packages `libraries`, but with the GPUs of the whole cluster."""
     import ray
 
     with join_cluster():

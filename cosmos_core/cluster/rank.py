@@ -14,7 +14,8 @@ from cosmos_core.job_signals import ignore_job_signals, unblock_job_signals
 
 
 class RankMessages(threading.Event):
-    """Messages of the launcher to a rank's program: handles of live Ray actors, and a stop request (the event)."""
+    """Messages to the program of a rank from the process that started the rank: handles of the Ray actors that run
+    alongside the ranks, and a request to stop, for which this event is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +51,8 @@ class Rank:
         self._run_result: tuple[bool, Any] | None = None
 
     def run(self, program: RankProgram, rendezvous: Rendezvous) -> tuple[bool, Any]:
-        """Run the program as this rank; return True and the value of the program, or False and its error."""
+        """Run `program` as this rank. Return True and the value of `program` (None except on rank 0), or, after an
+        error, False and the error."""
         from cosmos_core.cluster.group import run_as_rank
 
         unblock_job_signals()
