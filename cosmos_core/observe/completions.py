@@ -15,8 +15,9 @@ COMPLETIONS_FOLDER = "completions"
 
 def iter_completions(run_path: Path, stage: str, step: int | None, reward_order: str, max_count: int) -> Iterator[str]:
     """Yield at most `max_count` completions of a train step (None: the newest) as text, grouped by prompt or, if
-    `reward_order` is `best` or `worst`, sorted by reward. An empty `stage` means the last stage that has completions.
-    Raise ConfigError if the stage or the step does not exist."""
+    `reward_order` is `best` or `worst`, sorted by reward. An empty `stage` means the newest training that has logged
+    completions or, if there is none, the newest other stage with completions. Raise ConfigError if the stage or the
+    step does not exist."""
     path = _find_stage_path(run_path, stage)
     completion_lines = _read_completions(path, step)
     if reward_order:

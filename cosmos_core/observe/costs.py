@@ -17,7 +17,7 @@ _SECONDS_PER_HOUR = 3600.0
 
 @dataclass(frozen=True)
 class RunCost:
-    """GPU hours that a run has held so far, and their cost."""
+    """GPU hours for which the stages of a run have held GPUs so far, and their cost."""
 
     gpu_intervals_by_stage: dict[str, list[GpuInterval]]
     """Time intervals in which the attempts of each stage held GPUs, by stage name."""
@@ -67,8 +67,9 @@ def compute_run_cost(run_path: Path) -> RunCost:
 
 
 def make_cost_card(run: RunRecord) -> dict[str, str]:
-    """Return the cost of a run as a dict of one label and its text; empty if no stage held GPUs. Without a price, it is
-    also empty for machines without GPUs, on which each process counts as one GPU."""
+    """Return the label and the text of the report's card with the cost of a run, as a dict with one entry; empty if no
+    stage held GPUs. If the price is unknown, the dict is also empty for a run without GPUs, where each process counts
+    as one GPU."""
     run_cost = compute_run_cost(run.path)
     if run_cost.hourly_price is not None:
         return {"cost": str(run_cost)} if run_cost.gpu_intervals_by_stage else {}

@@ -1,7 +1,8 @@
 """Compute the layout of the stage graph for `graph.svg`: boxes in columns by depth, and the edges between them.
 
-The layout is made for small graphs: layers from left to right (Sugiyama's method, with one sweep by the mean height of
-the predecessors). An edge across several columns gets an empty slot in each of them, so that no edge crosses a box.
+The layout is made for small graphs: layers from left to right (Sugiyama's method, with one sweep that sorts each layer
+by the mean vertical position of the predecessors). An edge across several columns gets an empty slot in each of them,
+so that no edge crosses a box.
 """
 
 from dataclasses import dataclass, field
@@ -78,7 +79,8 @@ def _build_layout_nodes(stages: tuple[StageRecord, ...]) -> list[_LayoutNode]:
 
 
 def _arrange_column(column: list[_LayoutNode], total_height: float) -> None:
-    """Sort the nodes of a column by the mean height of their predecessors, and centre the column."""
+    """Sort the nodes of a column by the mean vertical position of their predecessors, and centre the column
+    vertically."""
 
     def get_preferred_height(node: _LayoutNode) -> float:
         predecessor_centers = [predecessor.y + predecessor.height / 2 for predecessor in node.predecessors]

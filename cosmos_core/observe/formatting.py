@@ -105,7 +105,8 @@ def metric_family(metric: str) -> str:
 
 
 def judge_change(metric: str, metric_change: float | None) -> str:
-    """Return whether a change of a metric is `better` or `worse`; empty for no change or no preferred direction."""
+    """Return `better` or `worse` for a metric that has changed by `metric_change`; empty if it has not changed, or if
+    neither higher nor lower values are preferred."""
     has_preferred_direction = is_lower_better(metric) or metric_family(metric) in _HEADLINE_METRICS
     if not metric_change or math.isnan(metric_change) or not has_preferred_direction:
         return ""
@@ -128,7 +129,8 @@ def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
 
 
 def select_key_metrics(metrics: Mapping[str, Any], max_count: int = 4) -> dict[str, float]:
-    """Return at most `max_count` metrics: first those of validation, then reward, loss and accuracy, then others."""
+    """Return at most `max_count` metrics: first those of validation, then reward, loss and accuracy, then others.
+    Times, throughput and memory are left out."""
     priorities = {name: priority for priority, name in enumerate(_HEADLINE_METRICS)}
 
     def get_priority(name: str) -> int:

@@ -82,7 +82,8 @@ def save_samples(target_folder: Path, rows: Sequence[Sequence[GeneratedSample]])
 def collect_samples(
     scored_group: ScoredGroup, completion_indices: Iterable[int], *, is_scored: bool = True
 ) -> list[GeneratedSample]:
-    """Return the images or videos of some completions of a group; with `is_scored`, their scores are rewards."""
+    """Return the images or videos of the completions of a group at `completion_indices`. `is_scored`: whether the
+    scores of the group are rewards."""
     completions, scores = scored_group.group.completions, scored_group.scores
     samples = [(completions[k].diffusion_sample, scores[k].value) for k in completion_indices]
     text = scored_group.group.prompt.text
@@ -156,7 +157,8 @@ def _write_video(path: Path, frames: np.ndarray) -> None:
 
 
 def _scale_cell(image_shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return the size of an image in the grid, in pixels: small images grow by a whole factor, large images shrink."""
+    """Return height and width in pixels that each image gets in the grid of samples: small images are enlarged by a
+    whole factor, large images are shrunk."""
     height, width = max(shape[0] for shape in image_shapes), max(shape[1] for shape in image_shapes)
     scale = -(-_MIN_CELL_SIZE // width) if width < _MIN_CELL_SIZE else min(1.0, _MAX_CELL_SIZE / max(height, width))
     return round(height * scale), round(width * scale)

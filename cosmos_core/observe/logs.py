@@ -34,7 +34,7 @@ NO_TELEMETRY_VARIABLES: dict[str, str] = {
     "WANDB_ERROR_REPORTING": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""Environment variables that disable the telemetry of all libraries in use."""
+"""Environment variables that disable the telemetry of the libraries that this package uses."""
 _WARNING_FILTER_VARIABLES = {"TORCH_LOGS": "-torch.utils._pytree"}
 """Environment variables that silence repeated warnings of torch about enumerations that torchao registers twice."""
 
@@ -70,7 +70,8 @@ def configure_logging(level: str | int = "INFO", stream: TextIO | None = None) -
 
 
 def add_log_silencing_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of `environment` with added variables that make libraries quiet; existing variables are kept."""
+    """Return a copy of `environment` with added variables that disable the telemetry and some warnings of libraries;
+    variables that exist already keep their values."""
     return {**NO_TELEMETRY_VARIABLES, **_WARNING_FILTER_VARIABLES, **environment}
 
 

@@ -14,7 +14,8 @@ from cosmos_core.observe.report import open_template_environment
 
 
 def build_comparison_page(run_paths: Sequence[Path]) -> str:
-    """Return the HTML page that compares 2 to 8 different runs, stage by stage; otherwise raise ConfigError."""
+    """Return the HTML page that compares runs stage by stage. Raise ConfigError unless there are 2 to 8 different
+    runs."""
     names = [path.name for path in run_paths]
     if len(set(names)) < len(names) or not 2 <= len(names) <= MAX_CURVES:
         raise ConfigError(f"cosmos compare --html takes 2 to {MAX_CURVES} different runs; these are {', '.join(names)}")
@@ -31,7 +32,8 @@ def build_comparison_page(run_paths: Sequence[Path]) -> str:
 
 
 def _list_changed_settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
-    """Return key and values by run of each setting that differs; a difference that all stages share is one row."""
+    """Return a row for each setting that differs between runs: its key, and its value in each run. A difference that is
+    the same in all stages is one row."""
     settings_by_run = [read_settings(run.path) for run in runs]
     changes_by_stage: dict[str, list[tuple[str, ...]]] = {}
     for name in dict.fromkeys(name for run_settings in settings_by_run for name in run_settings):
@@ -45,7 +47,8 @@ def _list_changed_settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
 
 
 def _compare_metrics(runs: Sequence[RunRecord], stage_names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the key metrics of each stage by run, and whether the change from first to last run is better or worse."""
+    """Return a row for each of the most important metrics of each stage: its value in each run, and whether its change
+    from the first to the last run is better or worse."""
     metric_rows = []
     for name in stage_names:
         metrics_by_run = [next((stage.metrics for stage in run.stages if stage.name == name), {}) for run in runs]

@@ -70,8 +70,9 @@ def plot_curves(metric_lines: Sequence[dict[str, Any]], families: Sequence[str] 
 
 
 def draw_curves_svg(metric_lines: Sequence[dict[str, Any]], families: Sequence[str] = DEFAULT_PANELS) -> str:
-    """Return one `<svg>` element for each of the metric `families` that occurs, for an HTML page. Colours are the CSS
-    variables `--ink-soft`, `--grid`, `--line-0` to `--line-3`, so that they follow the dark mode of the page."""
+    """Return one `<svg>` element, for an HTML page, for each of the metric `families` that occurs in the lines of
+    `metrics.jsonl`. Colours are the CSS variables `--ink-soft`, `--grid`, `--line-0` to `--line-3`, so that they follow
+    the dark mode of the page."""
     return _draw_svg_panels(_collect_panels(metric_lines, families))
 
 

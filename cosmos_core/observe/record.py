@@ -42,7 +42,7 @@ class BestStep(JsonDocument):
 
 
 class GateCondition(JsonDocument):
-    """Condition of a gate on a metric, with the measured value and the bound."""
+    """Condition of a gate stage on a metric, with the measured value of the metric and the bound that decides."""
 
     condition: str
     value: float
@@ -51,7 +51,7 @@ class GateCondition(JsonDocument):
     passed: bool
     metric: str = ""  # set only if the condition has the pattern `*`: name of the metric that matches it
     paired: dict[str, Any] | None = None
-    """Statistics of the differences per benchmark item, from `PairedDifferences.summarize`; None: not compared."""
+    """Output of `PairedDifferences.summarize` for the items of a benchmark; None: items were not compared."""
 
     @property
     def title(self) -> str:
@@ -249,9 +249,9 @@ class RunRecord:
 
     @property
     def outcome(self) -> str:
-        """Return the displayed outcome of the run. If all stages are finished or a Python flow has completed, return
-        that of `derive_flow_outcome`. Otherwise return the first that applies: `failed`, `refused`, `stopped` or `died`
-        if a stage has this status, `running`, `waiting`, `declined`, or that of `derive_inactive_run_outcome`."""
+        """Return the displayed outcome of the run: if all stages are finished or a Python flow has completed, the value
+        of `derive_flow_outcome`. Otherwise return the first that applies: `failed`, `refused`, `stopped` or `died` if a
+        stage has this status, `running`, `waiting`, `declined`, or the value of `derive_inactive_run_outcome`."""
         # A report stage shows the outcome, so its own status must not affect the outcome.
         stage_statuses = {stage.status for stage in self.stages if stage.kind.makes != "page"}
         has_completed = liveness.has_flow_completed(self.path) and not stage_statuses & ACTIVE_STATES
@@ -343,7 +343,7 @@ def read_stage_entries(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def compute_time_breakdown(run: RunRecord) -> dict[str, float]:
-    """Return the seconds of the last command as a whole, inside of workers and outside of workers; empty: unknown."""
+    """Return the seconds of a run's last command: in total, with a running worker, and the rest; empty if unknown."""
     if not run.start_time:
         return {}
     wall_seconds, busy_seconds = max(0.0, run.end_time - run.start_time), compute_busy_seconds(run, run.start_time)

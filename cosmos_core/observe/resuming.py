@@ -1,4 +1,5 @@
-"""Describe interrupted runs: when a run died, its progress, the command that resumes it, and the step of the resume."""
+"""Describe interrupted runs: when a run died, its progress, the command that resumes it, and the step from which it
+continues."""
 
 import os
 import shlex
@@ -11,7 +12,7 @@ from cosmos_core.run.liveness import find_dead_holder_start_time, has_lost_launc
 from cosmos_core.run.state import ACTIVE_STATES
 
 _command_folders: dict[str, str] = {}
-"""Folder in which the user's shell is, by the folder to which `change_to_run_folder` has changed."""
+"""Working directory of the user's shell, by the folder to which `change_to_run_folder` changed this process."""
 
 
 def describe_interruption(run: RunRecord) -> str:
@@ -57,7 +58,8 @@ def _describe_killed_run(run: RunRecord) -> str:
 
 
 def change_to_run_folder(run_path: Path) -> list[str]:
-    """Change to the working directory in which a run was created, for relative paths in settings; return a notice."""
+    """Change to the working directory in which a run was created, so that relative paths in its settings are valid.
+    Return a list with one notice for the user; empty if the directory was not changed."""
     run_working_directory = start_info.working_directory if (start_info := read_start_info(run_path)) else ""
     if run_working_directory == (command_folder := os.getcwd()) or not os.access(run_working_directory, os.X_OK):
         return []
@@ -67,7 +69,7 @@ def change_to_run_folder(run_path: Path) -> list[str]:
 
 
 def make_resume_command(run_path: Path) -> str:
-    """Return the command that continues a run."""
+    """Return the shell command with which the user continues a run."""
     return f"cosmos resume {quote_run_path(run_path)}"
 
 

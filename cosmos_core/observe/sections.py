@@ -14,7 +14,7 @@ from cosmos_core.run.gpu_time import read_gpu_intervals, sum_gpu_seconds
 from cosmos_core.run.stage import PROFILES_FOLDER
 
 NUM_PROMPTS = 12
-"""Number of prompts in the report; `samples.jsonl` contains all prompts."""
+"""Maximum number of prompts whose completions the report shows."""
 _MAX_SHOWN_ROLLOUTS = 4  # number of rollouts shown for the first and for the last logged step of a training
 _MAX_SHOWN_OPERATORS = 10  # number of operators shown from a profiler trace
 _MAX_SHOWN_SAMPLES = 4  # number of images or videos shown for one prompt
@@ -130,7 +130,8 @@ def make_lineage_rows(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def list_run_start_info(run: RunRecord) -> list[tuple[str, Any, bool]]:
-    """Return facts about the start of a run, such as command, host and seeds, as (name, value, whether it is code)."""
+    """Return facts about the start of a run, such as command, host and seeds, each as (name, value, whether the report
+    shows the value as code)."""
     start_info = run.start_info
     return [
         ("command", " ".join(start_info.command), True),
@@ -232,13 +233,14 @@ class ProfiledOperator(JsonDocument):
 
 
 def read_slowest_operators(stage: StageRecord) -> list[ProfiledOperator]:
-    """Return the operators that took the most time in the newest trace of a stage."""
+    """Return the operators that took the most time in the newest profiler trace of a stage; empty if there is no
+    trace."""
     trace_files = sorted((stage.path / PROFILES_FOLDER).glob("*.operators.json"), key=lambda path: path.stat().st_mtime)
     return parse_documents(read_json(trace_files[-1]), ProfiledOperator)[:_MAX_SHOWN_OPERATORS] if trace_files else []
 
 
 def load_completion_media(sample: LoggedSample) -> list[dict[str, Any]]:
-    """Return the images and videos of a logged completion for the page, each with its reward."""
+    """Return the images and videos of a logged completion for the report, each with its reward."""
     media_entries = []
     captions = [formatting.format_number(value) if value is not None else "no valid reward" for value in sample.rewards]
     for index, name in enumerate(sample.media[:_MAX_SHOWN_SAMPLES]):

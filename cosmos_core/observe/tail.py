@@ -13,8 +13,9 @@ from cosmos_core.run.tail import FileTail
 
 
 def print_log(run_path: Path, stage: str, *, should_follow: bool) -> None:
-    """Write the log of a stage's newest attempt to standard output. With `should_follow`, continue with the logs of
-    further attempts until the stage ends. Raise ConfigError if the stage has no log yet."""
+    """Write the log of a stage's newest attempt to standard output; an empty `stage` means the stage that logged last.
+    With `should_follow`, continue with the logs of further attempts until the stage ends. Raise ConfigError if the
+    stage has no log yet."""
     logs = sorted(run_path.glob(f"stages/{stage or '*'}/logs/attempt_*.log"), key=lambda path: path.stat().st_mtime)
     if not logs:
         if stage and stage not in (stage_names := [each.name for each in read_run(run_path).stages]):

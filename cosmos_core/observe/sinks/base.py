@@ -41,8 +41,9 @@ class MetricSink(Protocol):
     `SomeNameSink` in `some_name.py`, and its attribute `package` names the Python package that it needs."""
 
     starting_step: int
-    """First step that the sink has not stored. Lines of earlier attempts from this step on are sent first. New lines of
-    earlier steps are not sent, except validation metrics that are logged for the first time."""
+    """First step that the sink has not stored yet. When the sink is opened, it first gets the lines of `metrics.jsonl`
+    that earlier attempts wrote from this step on. New lines of earlier steps are not sent, except validation metrics
+    that are logged for the first time."""
 
     def log(self, line: dict[str, Any]) -> None:
         """Receive one line of `metrics.jsonl`: `step`, `time` (seconds since 1970) and metrics by name."""
@@ -68,21 +69,23 @@ SinkOpener = Callable[[Stage, int], MetricSink]
 
 
 def find_sink_class(sink_name: str) -> SinkOpener:
-    """Return the class of a built-in or user-defined metric sink; raise ConfigError if it cannot be imported."""
+    """Return the class of a built-in or user-defined metric sink, or a function that makes a `FunctionSink` of a user's
+    function. Raise ConfigError if it cannot be imported."""
     class_or_function = load_class(sink_name, SINKS_FOLDER, "Sink")
     return partial(FunctionSink, class_or_function) if inspect.isfunction(class_or_function) else class_or_function
 
 
 def import_user_sinks(sink_names: Iterable[str]) -> None:
-    """Raise ConfigError if a user's metric sink cannot be imported; a training would only log a warning."""
+    """Import the user-defined metric sinks of `sink_names` now, to raise ConfigError for one that cannot be imported: a
+    training would only log a warning."""
     for name in filter(is_import_path, sink_names):
         find_sink_class(name)
 
 
 @contextmanager
 def send_to_sinks(stage: Stage, find_sink_opener: Callable[[str], SinkOpener] = find_sink_class) -> Iterator[None]:
-    """Send the metrics that a stage logs during the block to the metric sinks of its recipe. Each sink is opened with
-    the first metric, so that a stage without metrics creates no empty run in a service."""
+    """Send the metrics that a stage logs during a `with` block to the metric sinks of its recipe. Each sink is opened
+    with the first metric, so that a stage without metrics creates no empty run in a service."""
     sink_names = dict.fromkeys(name for name in stage.recipe.logging.logger if name != CONSOLE_SINK)
     sink_threads = [_SinkThread(name, find_sink_opener, stage) for name in sink_names]
     stage.metrics.line_callbacks += [sink_thread.enqueue for sink_thread in sink_threads]
@@ -126,7 +129,8 @@ class _SinkThread:
         self._line_queue.put(None)
 
     def wait_until_closed(self, deadline: float, timeout_seconds: float) -> None:
-        """Wait until the metric sink is closed; at the monotonic time `deadline` only warn, with `timeout_seconds`."""
+        """Wait until the metric sink is closed, but only until the monotonic time `deadline`; then log a warning that
+        names `timeout_seconds`, the time that the sink had."""
         if self._thread is None:
             return
         self._thread.join(max(0.0, deadline - time.monotonic()))

@@ -12,7 +12,7 @@ class TrackioSink:
     server; otherwise `TRACKIO_DIR` selects the folder of a local database.
 
     A resumed stage continues its trackio run after the newest stored step. trackio continues runs by name, so the name
-    of the run ends with letters that differ when a stage is made again.
+    of the run ends with letters that differ when the stage starts again from the beginning.
     """
 
     package = "trackio"

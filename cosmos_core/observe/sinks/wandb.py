@@ -46,8 +46,8 @@ class WandbSink:
         self._run.log(metrics, step=self._newest_step)
 
     def _load_validation_media(self, step: int) -> dict[str, Any]:
-        """Return the images and videos that were generated from held-out prompts after a train step; empty if none were
-        generated or the step is not a multiple of the log interval."""
+        """Return the images and videos that were generated from held-out prompts after a train step. Empty if none were
+        generated, or if `logging.multi_modal_log_interval` is set and the step is not a multiple of it."""
         import wandb
 
         folder = gallery.get_step_folder(self._stage_path, step)
