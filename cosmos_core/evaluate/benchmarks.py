@@ -1,4 +1,4 @@
-"""Tasks of lm-eval that a recipe names; the tasks and their rows are loaded before the model is loaded."""
+"""Benchmark tasks of lm-eval that a recipe names; the tasks and their rows are loaded before the model is loaded."""
 
 import os
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from cosmos_core.registry import suggest_names
 from cosmos_core.rewards.base import error_on_one_line
 
 _DATASET_ERRORS = (OSError, ValueError, httpx.HTTPError, DatasetsError)
-"""Exceptions that `datasets` raises if the rows of a task can neither be read nor be downloaded."""
+"""Exceptions that `datasets` raises if the rows of an lm-eval task can neither be read nor be downloaded."""
 _MISSING_ROWS_HINT = (
     "download them where there is a network and set HF_HOME to that cache, or name a task of local files in "
     "evaluate.include_path"
@@ -33,8 +33,8 @@ class Benchmarks:
 
 
 def open_benchmarks(config: EvaluateConfig) -> Benchmarks:
-    """Load the tasks of a recipe with their rows. Raise `ConfigError` if a task does not exist, or needs a feature that
-    is not allowed or not supported, and `DataError` if the rows of a task cannot be read."""
+    """Load the lm-eval tasks that a recipe names, with their rows. Raise `ConfigError` if a task does not exist, has
+    images, or executes code that the recipe does not allow, and `DataError` if the rows of a task cannot be read."""
     if config.confirm_run_unsafe_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     task_manager = _open_task_manager(config)
@@ -56,7 +56,8 @@ def open_benchmarks(config: EvaluateConfig) -> Benchmarks:
 
 
 def _open_task_manager(config: EvaluateConfig) -> TaskManager:
-    """Return lm-eval's task manager, without built-in tasks if none is used: reading them takes half a minute."""
+    """Return lm-eval's task manager. It reads the built-in tasks, which takes half a minute, only if the recipe uses
+    one."""
     if config.include_path:
         user_manager = TaskManager(include_path=config.include_path, include_defaults=False)
         tasks = {name for name, entry in user_manager.task_index.items() if entry.kind in {Kind.TASK, Kind.PY_TASK}}
@@ -66,7 +67,8 @@ def _open_task_manager(config: EvaluateConfig) -> TaskManager:
 
 
 def match_tasks(task_manager: TaskManager, pattern: str) -> list[str]:
-    """Return the names of the tasks that a pattern matches. Raise `ConfigError` if there are none."""
+    """Return the names of the lm-eval tasks, groups and tags that a pattern matches; raise `ConfigError` if there are
+    none."""
     if task_names := task_manager.match_tasks([pattern]):
         return task_names
     name_suggestions = suggest_names(pattern, task_manager.all_tasks)
@@ -74,7 +76,8 @@ def match_tasks(task_manager: TaskManager, pattern: str) -> list[str]:
 
 
 def _load_tasks(task_manager: TaskManager, task_name: str) -> dict[str, Any]:
-    """Load the tasks with the name, group or tag `task_name`, with their rows; return its tasks and groups by name."""
+    """Load the lm-eval tasks with the name, group or tag `task_name`, and their rows. Return dictionaries of the tasks
+    and the groups by name, under the keys `tasks` and `groups`."""
     try:
         loaded: dict[str, Any] = dict(task_manager.load([task_name]))
         for task in loaded["tasks"].values():

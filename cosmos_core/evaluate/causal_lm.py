@@ -36,7 +36,8 @@ _DEFAULT_SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_see
 
 
 def check(stage: Stage) -> Outcome:
-    """Check the tasks and the model of the stage. Raise `ConfigError`, `DataError` or `ModelError`."""
+    """Check the engine, the lm-eval tasks and the model files of an `evaluate` stage without loading weights. Raise
+    `ConfigError`, `DataError` or `ModelError` for the first problem."""
     architecture = _describe_model(stage)
     check_engine(stage)
     num_items_by_task = open_benchmarks(stage.recipe.evaluate).num_items_by_task
@@ -45,7 +46,8 @@ def check(stage: Stage) -> Outcome:
 
 
 def run(stage: Stage) -> Outcome:
-    """Run the benchmarks, and return their metrics. Raise the errors of `check`, or `Preempted` after a stop."""
+    """Run the benchmarks of an `evaluate` stage, and return their metrics. Raise the errors of `check`, and `Preempted`
+    if a stop was requested."""
     _describe_model(stage)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # hide lm-eval's warnings about default task settings
     stage.progress.phase("prepare")
@@ -91,7 +93,8 @@ def run(stage: Stage) -> Outcome:
 
 
 def _make_task_error(error: Exception) -> Exception:
-    """Return the error to raise for an error of lm-eval: `ConfigError` if rows or settings do not fit a task."""
+    """Return the error to raise in place of an error of lm-eval: `ConfigError` if the rows or settings do not fit a
+    task, otherwise the error itself."""
     is_task_error = isinstance(error, AssertionError | ValueError | TypeError | LookupError | TemplateError)
     if is_transient(error) or not is_task_error:
         return error
@@ -100,7 +103,8 @@ def _make_task_error(error: Exception) -> Exception:
 
 
 def _describe_model(stage: Stage) -> str:
-    """Check the model's weights, tokenizer and, if necessary, chat template; return the name of its architecture."""
+    """Check that the stage's model has weights, a tokenizer and, if the recipe applies it, a chat template; return the
+    name of the model's architecture."""
     policy, uses_chat_template = stage.recipe.policy, stage.recipe.evaluate.apply_chat_template
     model_config = load_config(stage.model, policy.model_revision)
     tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template if uses_chat_template else None)

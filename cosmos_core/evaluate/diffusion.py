@@ -39,7 +39,7 @@ _NUM_CHECKED_PROMPTS = 2
 
 
 def check(stage: Stage) -> Outcome:
-    """Check the pipeline, the prompt sets and the rewards without reading weights."""
+    """Check the diffusers pipeline, the prompt sets and the rewards of an `evaluate` stage without reading weights."""
     stage.progress.phase("load")
     diffusion_model, evaluate_config = open_pipeline(stage.model, stage.recipe.policy), stage.recipe.evaluate
     _check_rewards(evaluate_config.rewards)
@@ -55,9 +55,9 @@ def check(stage: Stage) -> Outcome:
 
 
 def run(stage: Stage) -> Outcome:
-    """Sample and score all prompts, and return the metrics `evaluation/PROMPT_SET/REWARD`. Raise the errors of `check`,
-    `RewardError` or `StageFailed` if a prompt set has no valid reward, and `Preempted` after a stop, which keeps
-    finished batches."""
+    """Sample images or videos for all prompts, score them, and return the metrics `evaluation/PROMPT_SET/REWARD`. Raise
+    the errors of `check`, `RewardError` or `StageFailed` if a prompt set has no valid reward, and `Preempted` if a stop
+    was requested; the scores of finished batches are kept."""
     _check_rewards(stage.recipe.evaluate.rewards)
     prompt_sets = read_prompt_sets(stage.recipe.evaluate)
     unfinished_folder = stage.path / f"{_UNFINISHED_FOLDER_PREFIX}-{stage.fingerprint[:16]}"
@@ -83,7 +83,8 @@ def run(stage: Stage) -> Outcome:
 
 
 def _check_rewards(reward_names: Sequence[str]) -> None:
-    """Raise `RewardError` if a built-in reward scores only text, because the samples are images or videos."""
+    """Raise `RewardError` if a built-in reward can only score text: the samples of a diffusion model are images or
+    videos."""
     for reward_name in reward_names:
         if not is_import_path(reward_name) and "media" not in load_reward(reward_name).binding.declared_parameters:
             problem = f"{reward_name!r} scores texts, and samples are images or videos"
@@ -131,7 +132,7 @@ def _score_prompts(
 
 
 def _make_pipeline_arguments(diffusion_model: DiffusionModel) -> dict[str, Any]:
-    """Return the arguments for a call of the pipeline, except prompts and seeds."""
+    """Return the keyword arguments for a call of the diffusers pipeline, except prompts and seeds."""
     config, guidance_scale = diffusion_model.config, diffusion_model.config.sample.guidance_scale
     frame_size, num_steps = config.inference_size, config.sample.eval_num_steps
     return diffusion_model.call_settings(frame_size, config.inference_frames, num_steps, guidance_scale=guidance_scale)
@@ -141,8 +142,9 @@ def _make_pipeline_arguments(diffusion_model: DiffusionModel) -> dict[str, Any]:
 def _sample_media(
     pipeline: Any, pipeline_arguments: dict[str, Any], prompts: Sequence[Prompt], evaluate_config: EvaluateConfig
 ) -> list[Tensor]:
-    """Return the samples of each prompt as uint8 (samples, [frames,] height, width, 3), on the CPU. Their noise depends
-    only on the seed, the position of the prompt in its set and the number of the sample."""
+    """Return the sampled images or videos of each prompt as uint8 (samples, [frames,] height, width, 3), on the CPU.
+    The noise of a sample depends only on the seed, the position of the prompt in its prompt set, and the number of the
+    sample."""
     samples_per_prompt, base_seed = evaluate_config.samples_per_prompt or 1, evaluate_config.seed or 0
     sample_seeds = [request_seed(base_seed, 0, prompt.id, i) for prompt in prompts for i in range(samples_per_prompt)]
     pixels = pipeline(
@@ -168,7 +170,8 @@ def _make_sample_path(unfinished_folder: Path, set_name: str, prompt: Prompt) ->
 def _read_saved_group(
     unfinished_folder: Path, scored_prompts: Sequence[ScoredPrompt], set_name: str, prompt: Prompt
 ) -> ScoredGroup:
-    """Return the saved samples of a prompt with their mean rewards."""
+    """Return the images or videos of a prompt that were saved in `unfinished_folder`, each with the mean of its
+    rewards."""
     media_group = _make_group(prompt, torch.from_numpy(np.load(_make_sample_path(unfinished_folder, set_name, prompt))))
     rewards = next(each.rewards for each in scored_prompts if (each.set_name, each.id) == (set_name, prompt.id))
     mean_rewards = [float(np.mean(list(values.values()))) if values else None for values in rewards]

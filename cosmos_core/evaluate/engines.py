@@ -1,4 +1,5 @@
-"""Engines that run benchmarks, like `lm_eval --model hf` and `lm_eval --model vllm`."""
+"""Engines that generate the responses to lm-eval's benchmarks: transformers or vLLM, as for `lm_eval --model hf` and
+`lm_eval --model vllm`."""
 
 import importlib.metadata
 import importlib.util
@@ -23,14 +24,15 @@ _LM_EVAL_SEED = 1234  # default seed of lm-eval
 
 
 def engine_name(recipe: Recipe) -> str:
-    """Return the name of the engine that runs the benchmarks of a recipe."""
+    """Return the name of the engine that runs the benchmarks of a recipe: `vllm` or `hf` (transformers)."""
     if recipe.evaluate.engine != "auto":
         return recipe.evaluate.engine
     return "vllm" if recipe.rollout.backend == "vllm" and importlib.util.find_spec("vllm") is not None else "hf"
 
 
 def check_engine(stage: Stage) -> None:
-    """Check that the engine is installed and supports the model; raise a `ConfigError` if not."""
+    """Raise `ConfigError` if the engine of the benchmarks is vLLM, and vLLM is not installed or does not support the
+    model."""
     if engine_name(stage.recipe) == "vllm":
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError("evaluate.engine = 'vllm': vLLM is not installed; install it, or set it to 'auto'")
@@ -40,7 +42,8 @@ def check_engine(stage: Stage) -> None:
 
 
 def open_model(stage: Stage, on_response: Callable[[], None]) -> Any:
-    """Return the stage's model as a model of lm-eval that calls `on_response` after each response."""
+    """Load the stage's model and return it as a model object of lm-eval. The object calls `on_response` after each
+    response of the model."""
     lm_eval_model = _open_vllm_model(stage) if engine_name(stage.recipe) == "vllm" else _open_hf_model(stage)
     set_cache_hook = lm_eval_model.set_cache_hook
 

@@ -8,12 +8,14 @@ from cosmos_core.types import Outcome
 
 
 def check(stage: Stage) -> Outcome:
-    """Check that the stage can be run, and return a description of it under the key `found`."""
+    """Check that the `evaluate` stage can be run. Return a line about the model and its benchmarks or prompt sets under
+    the key `found`."""
     return _import_program(stage).check(stage)
 
 
 def run(stage: Stage) -> Outcome:
-    """Evaluate the model, and return the metrics `evaluation/TASK/METRIC` or `evaluation/PROMPT_SET/REWARD`."""
+    """Evaluate the stage's model. Return the metrics `evaluation/TASK/METRIC` of a language model, or
+    `evaluation/PROMPT_SET/REWARD` of a diffusion model."""
     return _import_program(stage).run(stage)
 
 

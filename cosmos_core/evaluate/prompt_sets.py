@@ -16,9 +16,9 @@ _CONFIG_KEY = "evaluate.prompts"
 
 
 def read_prompt_sets(config: EvaluateConfig) -> dict[str, list[Prompt]]:
-    """Return the prompts of each set, at most `evaluate.limit`, by the name of the set. The id of a prompt is its
-    position; columns other than the prompt are metadata. In a folder with one file per split, the split `test` is read.
-    Raise `DataError` if a set is missing or empty, or one of its rows has no prompt."""
+    """Return the prompts of each prompt set, at most `evaluate.limit`, by the name of the set. The id of a prompt is
+    its position in the set; its metadata are the other columns of its row. In a folder with one file per split, the
+    split `test` is read. Raise `DataError` if a set is missing or empty, or one of its rows has no prompt."""
     try:
         return {name: _read_prompt_set(location, config.limit) for name, location in config.prompt_sets.items()}
     except DataError as error:  # replace names of data set settings, which prompt sets do not have, in the message

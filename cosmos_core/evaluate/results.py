@@ -22,7 +22,8 @@ _COLUMN_TYPES = {"task": pa.string(), "doc_id": pa.int64(), **dict.fromkeys(_TEX
 
 
 def convert_metrics(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return lm-eval's metrics as `evaluation/TASK/METRIC`, and standard errors with the suffix `_stderr`."""
+    """Return the metrics in lm-eval's results by the name `evaluation/TASK/METRIC`, and the standard errors by this
+    name with the suffix `_stderr`."""
     metrics: dict[str, float] = {}
     for task, task_metrics in results.items():
         first_filter = next((metric_key.partition(",")[2] for metric_key in task_metrics if "," in metric_key), "")
@@ -36,8 +37,8 @@ def convert_metrics(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float
 
 
 def build_item_table(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
-    """Return a sorted table with one row per item of a task, in the format of `build_table`. A response is the
-    generated text or, for choices, a JSON list of `[log-probability, is greedy]`."""
+    """Return a sorted table with one row per item of an lm-eval task, in the format of `build_table`. The column
+    `response` has the generated text or, for multiple-choice tasks, a JSON list of `[log-probability, is greedy]`."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for task, task_samples in samples.items():
         for sample in task_samples:
@@ -51,7 +52,8 @@ def build_item_table(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
 
 
 def build_table(item_rows: list[dict[str, Any]]) -> pa.Table:
-    """Return a table of items with the columns of `_COLUMN_TYPES` and one column per metric, null if it is missing."""
+    """Return a table of evaluated items with the columns of `_COLUMN_TYPES` and one column per metric. The value is
+    null if an item lacks a metric or a column."""
     column_names = dict.fromkeys([*_COLUMN_TYPES, *(name for row in item_rows for name in row)])
     schema = pa.schema([(name, _COLUMN_TYPES.get(name, pa.float64())) for name in column_names])
     return pa.Table.from_pylist(item_rows, schema=schema)
@@ -74,7 +76,8 @@ def select_sample_records(samples: Mapping[str, list[dict[str, Any]]], max_recor
 
 
 def describe_tasks(results: Mapping[str, Any]) -> dict[str, JsonValue]:
-    """Return version, number of few-shot examples, number of items and generation settings of each task, by name."""
+    """Return version, number of few-shot examples, number of items and generation settings of each lm-eval task, by the
+    name of the task."""
     task_descriptions: dict[str, JsonValue] = {}
     for task, task_config in results["configs"].items():
         settings = {name: task_config[name] for name in _TASK_SETTING_NAMES if task_config.get(name) is not None}

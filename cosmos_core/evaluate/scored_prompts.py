@@ -22,23 +22,24 @@ _SCORES_FILE = "scores.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class ScoredPrompt:
-    """Rewards of the samples of one prompt."""
+    """Rewards of the images or videos that a diffusion model sampled for one prompt."""
 
     set_name: str
     id: int
-    """Position of the prompt in its set."""
+    """Position of the prompt in its prompt set."""
     rewards: list[dict[str, float]]
-    """Valid rewards of each sample, by name."""
+    """Valid rewards of each sample of the prompt, by the name of the reward function."""
     num_invalid: int
-    """Number of samples for which a reward is invalid."""
+    """Number of samples of the prompt for which a reward is invalid."""
     error: str
-    """Reason of the first invalid reward; empty if all rewards are valid."""
+    """Reason why the first invalid reward of the prompt is invalid; empty if all rewards are valid."""
     is_permanent_error: bool = False
-    """True if that reward would be invalid again, as after an exception of the reward function."""
+    """True if the reward to which `error` belongs would be invalid again in another attempt, as after an exception of
+    the reward function."""
 
     @classmethod
     def from_group(cls, set_name: str, scored_group: ScoredGroup) -> "ScoredPrompt":
-        """Return the rewards of the samples in a scored group."""
+        """Return the rewards of the samples in a scored group, which are the samples of one prompt."""
         errors = [(score.error, score.is_permanent_error) for score in scored_group.scores if score.value is None]
         rewards = [dict(score.metrics) for score in scored_group.scores]
         first_error, is_permanent_error = errors[0] if errors else ("", False)
@@ -51,7 +52,8 @@ class ScoredPrompt:
 
 
 def read_scores(folder: Path) -> list[ScoredPrompt]:
-    """Return the scores that an earlier attempt of the stage wrote, and remove a truncated line at the end."""
+    """Return the scored prompts that an earlier attempt of the stage wrote to the file of scores in `folder`. Remove a
+    truncated line at the end of the file."""
     scores_file = folder / _SCORES_FILE
     json_lines = scores_file.read_text(encoding="utf-8", errors="replace").split("\n") if scores_file.exists() else []
     scored_prompts = [ScoredPrompt(**score_fields) for score_fields in parse_json_objects(json_lines)]
@@ -60,7 +62,7 @@ def read_scores(folder: Path) -> list[ScoredPrompt]:
 
 
 def append_scores(folder: Path, scored_prompts: Sequence[ScoredPrompt]) -> None:
-    """Append scores to the file of scores, and sync it to disk."""
+    """Append the rewards of prompts to the file of scores in `folder`, and sync the file to disk."""
     with open(folder / _SCORES_FILE, "a", encoding="utf-8") as file:
         file.write(_to_json_lines(scored_prompts))
         file.flush()
@@ -68,8 +70,8 @@ def append_scores(folder: Path, scored_prompts: Sequence[ScoredPrompt]) -> None:
 
 
 def average_scores(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
-    """Return the mean of each reward of each prompt set. If a prompt set has no valid reward, raise `RewardError`, or
-    `StageFailed` if another attempt may have one."""
+    """Return the mean of each reward over each prompt set, as metrics with standard errors. If a prompt set has no
+    valid reward, raise `StageFailed` if another attempt can succeed, otherwise `RewardError`."""
     metrics: dict[str, float] = {}
     for set_name in dict.fromkeys(item.set_name for item in scored_prompts):
         set_prompts = [item for item in scored_prompts if item.set_name == set_name]

@@ -27,7 +27,7 @@ from cosmos_core.rollout.vllm_logits import prompt_logits
 TokenIds = list[int]
 
 MAX_COMPARED_ROWS, MAX_COMPARED_TOKENS = 32, 128
-"""Maximum number of compared rows, and maximum number of tokens of a compared row."""
+"""Maximum number of rows on which a quantised model is compared, and maximum number of tokens of such a row."""
 
 
 class Divergence(NamedTuple):
@@ -36,9 +36,9 @@ class Divergence(NamedTuple):
     kl: float
     """KL(exported || quantised), mean over tokens, in nats."""
     standard_error: float
-    """Standard error of `kl` in nats, estimated from the means of the rows."""
+    """Standard error of `kl` in nats, estimated from the mean divergence of each row."""
     top_token_agreement: float
-    """Fraction of tokens for which both models have the same most likely token."""
+    """Fraction of positions at which the quantised and the exported model predict the same most likely token."""
     uniform_kl: float
     """KL(exported || uniform distribution) in nats per token, an upper bound for `kl` of a working model."""
     num_tokens: int
@@ -61,15 +61,17 @@ def load_text_rows(folder: Path, max_length: int) -> tuple[str, list[TokenIds]]:
 
 
 def save_logprobs(model_folder: Path, use_vllm: bool, rows: Sequence[TokenIds], target_folder: Path) -> None:
-    """Write the log-probabilities TV of a model for each row to `target_folder`, computed by vLLM or transformers."""
+    """Compute a model's log-probabilities (tokens, vocabulary) for each row with vLLM or transformers, and write them
+    to `target_folder`."""
     target_folder.mkdir()
     for row_index, logprobs_TV in enumerate(_compute_logprobs(model_folder, use_vllm, rows)):
         np.save(target_folder / f"{row_index}.npy", logprobs_TV.numpy())
 
 
 def measure_divergence(folder: Path, use_vllm: bool, rows: Sequence[TokenIds], reference_folder: Path) -> Divergence:
-    """Return the divergence of the model in `folder` from the model with the log-probabilities in `reference_folder`.
-    Raise `StageFailed` if the uniform distribution has no larger divergence, because the model is then broken."""
+    """Return the divergence of the quantised model in `folder` from the exported model, whose log-probabilities are in
+    `reference_folder`. Raise `StageFailed` if the divergence is not less than that of a uniform distribution: the
+    quantised model is broken."""
     kl_sums, token_counts, uniform_kl_sum, num_same_top_tokens = [], [], 0.0, 0
     for row_index, logprobs_TV in enumerate(_compute_logprobs(folder, use_vllm, rows)):
         reference_logprobs_TV = torch.from_numpy(np.load(reference_folder / f"{row_index}.npy")).double()
@@ -92,7 +94,8 @@ def measure_divergence(folder: Path, use_vllm: bool, rows: Sequence[TokenIds], r
 
 
 def _compute_logprobs(model_folder: Path, use_vllm: bool, rows: Sequence[TokenIds]) -> Iterator[Tensor]:
-    """Yield for each row the log-probabilities TV (float32) of the next token, at all positions but the last."""
+    """Yield for each row the log-probabilities of the next token at all positions but the last, float32 (positions,
+    vocabulary)."""
     logits_by_row = prompt_logits(model_folder, rows) if use_vllm else _compute_transformers_logits(model_folder, rows)
     return (logits_TV.float().log_softmax(-1) for logits_TV in logits_by_row)
 

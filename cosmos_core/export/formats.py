@@ -55,12 +55,12 @@ class QuantPlan(NamedTuple):
 
     @property
     def is_loaded_by_vllm(self) -> bool:
-        """Return True if vLLM loads the format to verify it, False if transformers loads it."""
+        """Return True if vLLM loads a model in this format to verify it, False if transformers does."""
         return self.linear_layers is not None and not self.unsupported_reason
 
     @property
     def description(self) -> str:
-        """Return one line about the format and its layers, for `check` and the model card."""
+        """Return one line about the format and the quantised layers, for `cosmos check` and the model card."""
         if self.linear_layers is None:
             return f"{self.format_name}: one file in bfloat16"
         return describe_format(self.format_name, self.quant_scheme, self.linear_layers)
@@ -150,7 +150,8 @@ def _find_prepared_rows(stage: Stage) -> Path:
 
 
 def _load_outcome_or_run(stage: Stage, operation_name: str, operation: Callable[[], Outcome]) -> Outcome:
-    """Return the outcome of an operation, which runs only if no earlier attempt of the stage has saved its outcome."""
+    """Return the outcome (outputs and metrics) of an operation of an export stage. The operation runs only if no
+    earlier attempt of the stage has saved its outcome."""
     outcome_file = stage.path / "done" / f"{operation_name}.json"
     saved_outcome = read_json_object(outcome_file)
     outputs = tuple(saved_outcome.get("outputs", ()))
@@ -163,7 +164,8 @@ def _load_outcome_or_run(stage: Stage, operation_name: str, operation: Callable[
 
 
 def _write_quantized_model(stage: Stage, plan: QuantPlan, unquantized_outcome: Outcome) -> Outcome:
-    """Write the quantised model of a plan to a temporary folder, and rename the folder when it is complete."""
+    """Quantise the unquantised model to the format of a plan. The model is written to a temporary folder, which is
+    renamed when it is complete."""
     relative_target = f"{plan.format_name}/step_{unquantized_outcome.info['step']}"
     target_folder = stage.path / relative_target
     incomplete_folder = target_folder.with_name(f".{stage.fingerprint[:16]}.partial")
@@ -223,11 +225,11 @@ def _verify_quantized_model(
 def _run_in_fresh_interpreter(
     stage: Stage, function: Callable[..., Any], folder: Path, *arguments: Any, progress_file: Path | None = None
 ) -> Any:
-    """Run a function that reads `folder` in a separate Python process, and return its result. Raise `Preempted` if a
-    stop was requested, and `StageFailed` if the function failed.
+    """Call `function` with `folder` in a separate Python process, and return the result. Raise `Preempted` if a stop
+    was requested, and `StageFailed` if the function failed.
 
-    With `progress_file`, the function runs another stage in that folder. It may take hours, and the heartbeats of that
-    stage are forwarded to `stage`. Without `progress_file`, the function must end within an hour.
+    The function must end within an hour, unless it runs another stage. For such a function, `progress_file` is the
+    folder of the other stage, whose heartbeats are forwarded to `stage`.
     """
     heartbeats_at_last_check = 0
 
@@ -247,7 +249,8 @@ def _run_in_fresh_interpreter(
 
 
 def _find_benchmarks(stage: Stage) -> dict[str, Any] | None:
-    """Return the result of a stage in `after` that has run benchmarks on the model to export, or None."""
+    """Return the result of an earlier stage, named in `after`, that has run benchmarks on the model to export; None if
+    there is no such stage."""
     for stage_result in stage.inputs.values():
         if any(name.startswith(_BENCHMARK_PREFIX) for name in stage_result["metrics"]):
             upstream_stage = load_stage(find_source_stage(Path(stage_result["path"])))
@@ -257,7 +260,8 @@ def _find_benchmarks(stage: Stage) -> dict[str, Any] | None:
 
 
 def _run_benchmarks(model_folder: Path, stage_path: Path, scratch_folder: Path) -> dict[str, float]:
-    """Run the benchmarks of the stage at `stage_path` with the model in `model_folder`, and return their metrics."""
+    """Run the benchmarks of the `evaluate` stage at `stage_path` on the model in `model_folder`, with files in
+    `scratch_folder`; return the metrics."""
     scratch_folder.mkdir(parents=True)
     # Import the program only if it is needed, because lm-eval is an optional package.
     evaluate_program = importlib.import_module("cosmos_core.evaluate.program")

@@ -18,7 +18,7 @@ _POLL_SECONDS = 1.0
 
 
 def find_gguf_problem() -> str:
-    """Return the reason why a GGUF file cannot be written or loaded here, or "" if it can."""
+    """Return the reason why a GGUF file cannot be written or loaded on this machine; "" if it can."""
     if shutil.which(CONVERTER_PROGRAM) is None:
         return f"{CONVERTER_PROGRAM} of llama.cpp is not on PATH, or not executable"
     if importlib.util.find_spec("gguf") is None:
@@ -27,8 +27,9 @@ def find_gguf_problem() -> str:
 
 
 def write_gguf(source_folder: Path, target_folder: Path, on_poll: Callable[[], None]) -> None:
-    """Write the model in `source_folder` as `target/model.gguf` in bfloat16. Call `on_poll` every second until the
-    converter has ended; if `on_poll` raises, stop the converter. Raise `StageFailed` if the converter failed."""
+    """Write the model in `source_folder` to `target_folder` as a bfloat16 GGUF file, with the converter of llama.cpp.
+    `on_poll` is called every second until the converter has ended, and can raise an error to stop it. Raise
+    `StageFailed` if the converter fails."""
     target_folder.mkdir(parents=True)
     converter_command = [sys.executable, str(shutil.which(CONVERTER_PROGRAM)), str(source_folder), "--outtype", "bf16"]
     with tempfile.TemporaryFile() as log_file:

@@ -13,8 +13,8 @@ from cosmos_core.types import Outcome
 
 
 def check(stage: Stage) -> Outcome:
-    """Check that the model can be read, and that each quantised format can be written and loaded. Raise `ConfigError`
-    or `ModelError` for the first problem."""
+    """Check for an `export` stage that the model can be read, and that each quantised format can be written and loaded.
+    Raise `ConfigError` or `ModelError` for the first problem."""
     check_outcome = check_model.run(stage)
     if not stage.recipe.export.quantized_formats:
         return check_outcome
@@ -29,7 +29,8 @@ def run(stage: Stage) -> Outcome:
 
 
 def _import_formats_module() -> Any:
-    """Import the module for quantised formats; raise ConfigError if its package is not installed."""
+    """Import and return the module `export/formats.py`; raise ConfigError if the package compressed-tensors, which it
+    needs, is not installed."""
     if importlib.util.find_spec("compressed_tensors") is None:
         raise ConfigError("export.formats needs the package compressed-tensors, which comes with vLLM; install vLLM")
     return importlib.import_module("cosmos_core.export.formats")

@@ -32,18 +32,18 @@ _FORMAT_PRESETS = {
     "int8": ("W8A8", "int-quantized"),
     "w4a16": ("W4A16", "pack-quantized"),
 }
-"""Quantisation preset and tensor layout of compressed-tensors, by the name of the format."""
+"""Quantisation preset and tensor layout of compressed-tensors, by the name of the format in `export.formats`."""
 _GROUP_SIZES = (128, 64, 32)
 """Numbers of weights per quantisation group that vLLM's kernels support, the preferred number first."""
 _WEIGHT_SIZE_MULTIPLE = 32
 """Number by which both dimensions of a 4-bit weight must be divisible, for vLLM's kernels."""
 _WEIGHTS_PER_CHUNK = 1 << 23
-"""Number of weights that are quantised at once."""
+"""Maximum number of elements of a weight tensor that are quantised at once, which limits the memory."""
 _INDEX_FILE = "model.safetensors.index.json"
 
 
 class LinearLayers(NamedTuple):
-    """Linear layers of a model: which are quantised, and which are not."""
+    """Names and shapes of the linear layers of a model: those to quantise, and those that keep their weights."""
 
     module_names: dict[str, str]
     """Name of each module to quantise, by the name of its weight in the exported files."""
@@ -76,8 +76,8 @@ def find_layers(model: PreTrainedModel) -> LinearLayers:
 
 
 def make_quant_scheme(format_name: str, linear_layers: LinearLayers) -> QuantizationScheme:
-    """Return the scheme of a quantised format; the groups of `w4a16` have the largest size that divides all inputs.
-    Raise `ModelError` if the dimensions of a layer are not divisible by the group sizes of vLLM's kernels."""
+    """Return the scheme of compressed-tensors for a quantised format. The format `w4a16` gets the largest group size
+    that divides the input size of every layer. Raise `ModelError` if no group size of vLLM's kernels does."""
     preset_name, tensor_layout = _FORMAT_PRESETS[format_name]
     scheme = preset_name_to_scheme(preset_name, ["Linear"])
     scheme.format = tensor_layout
@@ -94,7 +94,8 @@ def make_quant_scheme(format_name: str, linear_layers: LinearLayers) -> Quantiza
 
 
 def describe_format(format_name: str, scheme: QuantizationScheme, layers: LinearLayers) -> str:
-    """Return a line with the number of layers, the group size, and the reason if it is not the preferred group size."""
+    """Return a line about a quantised format: the number of quantised layers, the number of weights per group, and the
+    reason if this is not the preferred number."""
     layers_text, size = f"{format_name}: {len(layers.module_names)} linear layers quantised", scheme.weights.group_size
     if size is None:
         return layers_text
@@ -109,9 +110,10 @@ def quantize_folder(
     linear_layers: LinearLayers,
     on_file_quantized: Callable[[int, int], None] = lambda num_finished, num_files: None,
 ) -> None:
-    """Quantise the model in `source_folder` to the folder `target`, and copy its other files. Weight files that an
-    interrupted call has written to `target` are kept. `on_file_quantized` is called after each weight file with the
-    number of finished files and of all files. Raise `ModelError` if `source_folder` has no safetensors files."""
+    """Write a quantised copy of the model in `source_folder` to the folder `target`; files without weights are copied
+    unchanged. Weight files that an interrupted call has written to `target` are kept. `on_file_quantized` is called
+    after each weight file with the number of finished files and of all files. Raise `ModelError` if `source_folder` has
+    no complete safetensors files."""
     target.mkdir(parents=True, exist_ok=True)
     weight_paths, read_problem = weight_files(str(source_folder), None)
     if read_problem:
@@ -165,7 +167,7 @@ def _quantize_file(file: Path, target_file: Path, scheme: QuantizationScheme, li
 
 
 def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
-    """Return the tensors of a quantised weight by the names of compressed-tensors, such as `weight_scale`.
+    """Quantise a weight tensor; return the resulting tensors by the names of compressed-tensors, like `weight_scale`.
 
     Scales have the dtype of the weight, as vLLM reads them; weights are divided by their scales in float32.
     """

@@ -24,7 +24,8 @@ _MAX_RETRIES = 6
 
 
 class EndpointClient:
-    """Client of a server that completes prompts, which retries requests after transient errors."""
+    """Client of an OpenAI-compatible server that completes prompts. The client retries requests after transient
+    errors."""
 
     def __init__(self, stage: Stage, sampling: Sampling) -> None:
         self._sample_config, self._sampling, self._heartbeat = stage.recipe.sample, sampling, stage.progress.beat
@@ -39,8 +40,9 @@ class EndpointClient:
         self._thread_pool = ThreadPoolExecutor(self._sample_config.endpoint_requests, "endpoint")
 
     def complete_prompts(self, prompts: Sequence[tuple[Prompt, Sequence[Mapping[str, Any]]]]) -> list[Group]:
-        """Complete prompts, which are pairs of prompt and turns, and return one group of completions per prompt; raise
-        ConfigError if the server refuses the requests, and StageFailed if it does not reply."""
+        """Request completions for `prompts`, which are pairs of a prompt and its conversation turns; return one group
+        of completions per prompt. Raise ConfigError if the server refuses the requests, and StageFailed if it does not
+        reply, or its reply is not valid."""
         num_completions = self._sampling.num_completions
         submit_request, seed = self._thread_pool.submit, self._sampling.seed
         futures = [
@@ -96,8 +98,8 @@ class EndpointClient:
 
 
 def _make_reply_text(message: Any, *, is_finished: bool) -> str:
-    """Return the text of a reply, including what the server has split off: the model's thoughts before the text, in the
-    tags of Qwen3, and the tool calls after the text, in Hermes' format."""
+    """Return the text of a reply together with what servers return in separate fields: the model's thoughts, which are
+    put before the text in the tags of Qwen3, and the tool calls, which follow the text in Hermes' format."""
     thoughts = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
     calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls or ()]
     texts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in decode_arguments(calls)]

@@ -46,9 +46,14 @@ _ROWS_FOLDER = "rows"
 
 
 def run(stage: Stage) -> Outcome:
-    """Sample completions of all prompts, keep some of them, and write the rows. Raise DataError if a prompt has images
-    or no completion is kept, RewardError if a reward cannot be loaded or all rewards of the first batch are permanently
-    invalid, StageFailed if all rewards are invalid, and Preempted after a stop, which keeps finished batches."""
+    """Sample and score completions of all prompts, select some of them, and write these as rows for training.
+
+    Raises:
+        DataError: a prompt has images, or no completion is selected.
+        RewardError: a reward cannot be loaded, or all rewards of the first batch are invalid and would be so again.
+        StageFailed: all rewards are invalid.
+        Preempted: a stop was requested; the completions of finished batches are kept.
+    """
     prompts = open_prompts(stage.prepared_folder, "train")
     records = _complete_prompts(stage, prompts, training_sampling(stage.recipe))
     _check_rewards(stage.path / COMPLETIONS_FILE, records)
@@ -88,7 +93,8 @@ def run(stage: Stage) -> Outcome:
 
 
 def _complete_prompts(stage: Stage, prompts: Prompts, sampling: Sampling) -> list[SampledPrompt]:
-    """Return the records of all prompts: records of an earlier attempt, then records of newly sampled prompts."""
+    """Return the records of all prompts with their scored completions: those that an earlier attempt of the stage has
+    written, and those of the remaining prompts, which are completed and scored now."""
     if (image_prompt_id := next((item.id for item in prompts if item.images), None)) is not None:
         raise DataError(f"prompt {image_prompt_id} has images, and kind sample writes rows of text only")
     batch_size = stage.recipe.rollout.batch_size * num_ranks()
@@ -144,7 +150,8 @@ def make_prompt_turns(prompt: Prompt, system_prompt: str) -> list[dict[str, Any]
 
 
 def _pop_unfinished_turn(turns: list[dict[str, Any]], prompt: Prompt) -> dict[str, Any] | None:
-    """Remove and return the assistant turn at the end of a prompt, with its rendered content; None: there is none."""
+    """Remove and return the assistant turn at the end of a prompt, which completions continue, with its content as the
+    chat template renders it; None if the last turn is not the assistant's."""
     if turns[-1]["role"] != "assistant":
         return None
     turn_content = turns[-1]["content"]
@@ -158,7 +165,8 @@ def make_tools_column(prompt: Prompt, recipe_tools: Sequence[dict[str, Any]] = (
 
 
 def _make_model_columns(stage: Stage) -> dict[str, str]:
-    """Return the columns of each row that name the model which generated the completions, and its digest."""
+    """Return the columns `model` and `model_digest` of each written row: name and digest of the model that generated
+    the completions."""
     if stage.recipe.sample.endpoint:
         return {"model": stage.recipe.sample.endpoint_model, "model_digest": ""}
     if (source_stage := referenced_stage(stage.config.model)) is not None:
@@ -169,9 +177,8 @@ def _make_model_columns(stage: Stage) -> dict[str, str]:
 
 
 def _check_rewards(records_file: Path, records: Sequence[SampledPrompt]) -> None:
-    """Check that at least one completion has a valid reward; otherwise remove the file of the records, so that a
-    repeated stage generates and scores the completions again, and raise StageFailed: the first batch had an error that
-    may pass."""
+    """Raise StageFailed if no completion has a valid reward. The file of the records is then removed, so that the next
+    attempt of the stage generates and scores all completions again."""
     candidates = [candidate for record in records for candidate in record.candidates]
     invalid_candidates = [candidate for candidate in candidates if candidate.reward is None]
     if len(invalid_candidates) < len(candidates):

@@ -21,11 +21,11 @@ class ScoredCompletion:
     text: str
     """Text of the completion; if the completion has several turns, the text of its last turn."""
     turns: list[dict[str, str]]
-    """Turns of the completion, as turns of a conversation."""
+    """Assistant turns and tool results of the completion, as conversation turns with `role` and `content`."""
     reward: float | None
-    """Weighted sum of the completion's rewards; None: a reward is invalid."""
+    """Weighted sum of the values of the reward functions for the completion; None: one of these values is invalid."""
     rewards: dict[str, float]
-    """Value of each reward function for the completion, by the name of the function."""
+    """Value of each reward function for the completion, by the name of the reward function."""
     error: str
     """Reason why the completion's reward is invalid; empty if the reward is valid."""
     seed: int
@@ -44,7 +44,7 @@ class SampledPrompt:
 
 
 def make_prompt_record(scored_group: ScoredGroup, sampling: Sampling) -> SampledPrompt:
-    """Return the record of a prompt with its scored completions."""
+    """Convert a scored group, a prompt with its completions and their scores, to a record of `completions.jsonl`."""
     prompt, candidates = scored_group.group.prompt, []
     for k, (completion, score) in enumerate(zip(scored_group.group.completions, scored_group.scores, strict=True)):
         turns = [{"role": turn.role, "content": turn.text} for turn in completion.turns]
@@ -57,8 +57,9 @@ def make_prompt_record(scored_group: ScoredGroup, sampling: Sampling) -> Sampled
 
 
 def read_records(folder: Path, batch_size: int, num_prompts: int) -> list[dict[str, Any]]:
-    """Return the records of complete batches of `batch_size` prompts as JSON objects, and remove those of an incomplete
-    batch, so that a resumed stage generates the same batches as an uninterrupted one; the last batch may be smaller."""
+    """Return the prompt records in the file `completions.jsonl` of `folder`, as JSON objects. Records of an incomplete
+    batch (fewer than `batch_size` prompts, unless it is the last batch) are removed from the file, so that a resumed
+    stage generates the same batches as an uninterrupted one."""
     completions_file = folder / COMPLETIONS_FILE
     if not completions_file.is_file():
         return []
@@ -72,12 +73,12 @@ def read_records(folder: Path, batch_size: int, num_prompts: int) -> list[dict[s
 
 
 def parse_record(json_record: Mapping[str, Any]) -> SampledPrompt:
-    """Return the record that was read as a JSON object."""
+    """Convert a line of `completions.jsonl`, read as a JSON object, to the record of a prompt."""
     return SampledPrompt(json_record["id"], [ScoredCompletion(**each) for each in json_record["candidates"]])
 
 
 def append_records(folder: Path, records: Sequence[SampledPrompt]) -> None:
-    """Append the records of a batch to `completions.jsonl`, and wait until the records are on the disk."""
+    """Append the prompt records of a batch to `completions.jsonl` in `folder`, and wait until they are on the disk."""
     json_records: list[dict[str, Any]] = [asdict(record) for record in records]
     with raise_disk_full(folder), (folder / COMPLETIONS_FILE).open("a", encoding="utf-8") as file:
         file.write("".join(json.dumps(json_record) + "\n" for json_record in json_records))

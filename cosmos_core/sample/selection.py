@@ -16,8 +16,9 @@ Message = Mapping[str, Any]
 def compute_pass_rate(
     sampled_prompt: SampledPrompt, get_full_reward: Callable[[Mapping[str, float]], float | None]
 ) -> float | None:
-    """Return the fraction of the valid completions that have the full reward. `get_full_reward` maps the values of the
-    reward functions to the full reward, or None if it is unknown. Return None if it is unknown for all completions."""
+    """Return the fraction of a prompt's completions whose reward is the full reward; invalid rewards do not count.
+    `get_full_reward` maps the values of the reward functions for a completion to the full reward, or to None if it is
+    unknown. Return None if the full reward is unknown for all completions."""
     full_reward_flags = [
         has_full_reward(completion.reward, full_reward)
         for completion in sampled_prompt.candidates
@@ -29,8 +30,9 @@ def compute_pass_rate(
 def select_completions(
     sampled_prompt: SampledPrompt, keep_config: KeepConfig, pass_rate: float | None, seed: int
 ) -> list[ScoredCompletion]:
-    """Return the completions of a prompt to keep, highest reward first. A prompt without a known `pass_rate` is not
-    excluded. `seed` is the seed of the random choice of at most `max_per_prompt` completions."""
+    """Return the completions of a prompt that `keep_config` selects, highest reward first; empty if the prompt's
+    `pass_rate` is known and outside of the range of `keep_config`. `seed` is the seed of the random choice of at most
+    `max_per_prompt` completions."""
     if pass_rate is not None and not keep_config.min_pass_rate <= pass_rate <= keep_config.max_pass_rate:
         return []
     min_reward = float("-inf") if keep_config.min_reward is None else keep_config.min_reward
@@ -54,8 +56,9 @@ def select_completions(
 def select_pair(
     sampled_prompt: SampledPrompt, kept_completions: Sequence[ScoredCompletion], min_margin: float
 ) -> tuple[ScoredCompletion, ScoredCompletion] | None:
-    """Return the best of `kept_completions` and the worst completion of the prompt; None if no completion is kept, or
-    if the two rewards do not differ by more than `min_margin`."""
+    """Return the completion with the highest reward of `kept_completions`, and the one with the lowest reward of all
+    valid completions of the prompt. Return None if no completion is kept, or if the two rewards do not differ by more
+    than `min_margin`."""
     if not kept_completions:
         return None
     chosen, rejected = kept_completions[0], max(_list_valid_completions(sampled_prompt), key=_descending_reward_key)
@@ -101,7 +104,7 @@ def make_metrics(
     pass_rates: Sequence[float | None],
     num_rows: int,
 ) -> dict[str, float]:
-    """Return the metrics of a selection.
+    """Return metrics about the completions of all prompts and about the kept ones, as `sample/NAME`.
 
     `sample/reward_random` is the expected reward of a random completion of each prompt: the baseline for the reward of
     the best completion (`sample/reward_best`) and of the kept completions (`sample/reward_kept`).
@@ -138,6 +141,7 @@ def _list_valid_rewards(completions: Sequence[ScoredCompletion]) -> list[float]:
 
 
 def _descending_reward_key(candidate: ScoredCompletion) -> tuple[float, int]:
-    """Return a sort key: highest reward first, then the order of seeds, so that no completion is favoured."""
+    """Return a sort key for completions: highest reward first, equal rewards in the order of their seeds, which favours
+    no completion."""
     assert candidate.reward is not None
     return -candidate.reward, candidate.seed
