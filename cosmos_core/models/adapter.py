@@ -36,9 +36,10 @@ _INITS_CHANGING_BASE_WEIGHTS = ("pissa", "olora", "corda", "loftq")
 
 
 def load_adapter_config(lora: LoraConfig, tied_module_names: Sequence[str] = ()) -> peft.LoraConfig:
-    """Return the settings of the saved adapter in the folder `lora_path`. A recipe may change only the dropout; raise
-    ConfigError if it changes another setting. Raise ModelError if the adapter is missing, of an unsupported kind, or
-    separates modules that share one weight, which have the names `tied_module_names`."""
+    """Return PEFT's settings of the saved LoRA adapter in the folder `lora.lora_path`, with the dropout of `lora`
+    unless that is 0. Raise ConfigError if another setting in `lora` differs from the saved one. Raise ModelError if the
+    adapter is missing, is of an unsupported kind, or has a weight of its own for one of several modules that share one
+    weight in the model, `tied_module_names`."""
     adapter_folder = _resolve_adapter_folder(lora)
     error_prefix = f"{_LORA_PATH_KEY} = '{adapter_folder}'"
     try:
@@ -83,8 +84,9 @@ def load_adapter_config(lora: LoraConfig, tied_module_names: Sequence[str] = ())
 
 
 def load_adapter_weights(model: PreTrainedModel, lora_config: LoraConfig) -> None:
-    """Load the weights in `lora_path` into the adapter of a model; if the model is on the meta device, only check them.
-    Raise ModelError if they are missing or damaged, or belong to another model or adapter."""
+    """Load the weights of the saved LoRA adapter in the folder `lora_config.lora_path` into the adapter of `model`; if
+    the model is on the meta device, only check them. Raise ModelError if the weights are missing or damaged, or belong
+    to another model or adapter."""
     file = _resolve_adapter_folder(lora_config) / "adapter_model.safetensors"
     if not file.exists() and (cosmos_rl_file := file.with_name("model.safetensors")).exists():
         file = cosmos_rl_file  # Cosmos-RL saves adapters of diffusion models as model.safetensors
@@ -126,5 +128,5 @@ def _resolve_adapter_folder(lora_config: LoraConfig) -> Path:
 
 
 def _normalise_setting(setting_value: Any) -> Any:
-    """Return a setting in a form for comparison and messages: collections are sorted, an empty value becomes None."""
+    """Return an adapter setting in a comparable form: a collection as a sorted list, an empty value as None."""
     return sorted(setting_value) if isinstance(setting_value, (tuple, list, set)) else setting_value or None

@@ -24,7 +24,7 @@ _COEFFICIENT_KEY = "policy.aux_loss_coeff"
 SEQUENCE_INDEX_KEY = "sequence_of_token"
 """Name of the input of `LogprobScorer` with the sequence index of each token; padding has the index `num_sequences`."""
 NUM_SEQUENCES_KEY = "num_sequences"
-"""Name of the input of `LogprobScorer` with the number of sequences."""
+"""Name of the input of `LogprobScorer` with the number of sequences in the micro-batch."""
 LOAD_BALANCING_OUTPUT = "balance"
 """Name of the output of `LogprobScorer` with the load-balancing loss, summed over the sequences of a micro-batch."""
 
@@ -40,8 +40,8 @@ class LoadBalancingSettings:
 
 
 def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> LoadBalancingSettings | None:
-    """Return the settings of the load-balancing loss of a model; None if the coefficient is 0. Raise ConfigError if
-    transformers has no load-balancing loss for the model."""
+    """Return the settings of the load-balancing loss of a model, of which `coefficient` is the weight; None if it is 0.
+    Raise ConfigError if transformers has no load-balancing loss for the model."""
     if not coefficient:
         return None
     config: Any = model.config.get_text_config()

@@ -44,7 +44,8 @@ class MicroBatch:
     mask: Tensor
     """Mask of the values that count in the loss, 1 or 0, of shape BS (token models) or broadcastable to latents."""
     model_loss: Tensor | None = None
-    """Auxiliary loss of the model (load balancing of experts), summed over samples, weighted by tokens; None: none."""
+    """Auxiliary loss of the model (load balancing of experts), summed over the samples of the micro-batch, each
+    weighted by its number of tokens; None: the model has no such loss."""
 
     @property
     def mask_BS(self) -> Tensor:
@@ -72,7 +73,8 @@ OutputSpec = Any
 for diffusion models, or None for the default outputs (`ModelAdapter.default_outputs`)."""
 
 LossFn = Callable[[Any, dict[str, Tensor]], Tensor | None]
-"""Function from a batch and the raw outputs of the model to the loss of the batch, if gradients are enabled."""
+"""Function from a micro-batch and the raw outputs of the model, by name, to the loss of the micro-batch; it returns
+None in forward passes without gradients."""
 
 
 class MicroBatchRunner(Protocol):
@@ -82,12 +84,14 @@ class MicroBatchRunner(Protocol):
     """Modules to which FSDP was applied, and which are called instead of the model."""
 
     def rows_per_micro_batch(self, max_rows: int) -> int:
-        """Return the number of rows of each micro-batch if at most `max_rows` rows may be in the model at once."""
+        """Return the number of rows of each micro-batch; `max_rows` is the maximum number of rows in the model at the
+        same time."""
         return max_rows
 
     def num_micro_batches(self, num_batches: int, max_rows: int) -> int:
-        """Return the number of micro-batches to run for `num_batches` micro-batches with samples, including the empty
-        ones that the runner needs; `max_rows` is the maximum number of rows in the model at the same time."""
+        """Return the number of micro-batches to run for `num_batches` micro-batches with samples, plus the empty ones
+        that the runner adds, because pipeline schedules require certain numbers; `max_rows` is the maximum number of
+        rows in the model at the same time."""
         return num_batches
 
     def run(
@@ -152,7 +156,7 @@ class ModelAdapter(Protocol):
         writes and returns the result; other ranks return None."""
 
     def prestart_verification(self) -> None:
-        """Start the process that verifies the export, which takes seconds to import its libraries."""
+        """Start the process that will verify the export, because the process takes seconds to import its libraries."""
 
     def num_tokens(self, sample: Any) -> int:
         """Return the cost of a sample in tokens, for micro-batches of similar cost and for the reported speed."""
@@ -161,7 +165,8 @@ class ModelAdapter(Protocol):
         """Return a sortable key. Only samples with equal keys can be in the same micro-batch."""
 
     def assigned_batch_id(self, sample: Any) -> Hashable | None:
-        """Return the id of the micro-batch to which the data feed assigned a sample; None: the feed assigned none."""
+        """Return the id of the micro-batch to which the feed (the source of training samples) has assigned a sample;
+        None: the trainer assigns the sample to a micro-batch."""
         return None
 
     def arrange_micro_batches(
@@ -188,11 +193,12 @@ class ModelAdapter(Protocol):
         """Return the outputs of each sample of a micro-batch, without padding."""
 
     def attach_loss_derivative(self, batch: Any, loss: Callable[[MicroBatch], Tensor]) -> Any:
-        """Return the batch with the derivative of `loss` with respect to the outputs of the model, so that the forward
-        pass can already compute gradients. The derivative must not depend on the values of the outputs."""
+        """Return `batch` with one more field, the derivative of the function `loss` with respect to the outputs of the
+        model, so that the forward pass can already compute gradients. The derivative must not depend on the outputs. By
+        default, return `batch` unchanged."""
         return batch
 
     def check_parallel_plan(self) -> None:
-        """Check with a few tokens that the parallel plan of the model covers all its operations; raise ModelError if
-        an operation outside the plan makes ranks compute different values."""
+        """Run a few tokens through the model to check that its tensor-parallel plan covers all its operations; raise
+        ModelError if an operation outside the plan makes ranks compute different gradients. By default, do nothing."""
         return

@@ -68,7 +68,7 @@ class TokenBatch(Batch):
 
 
 class InputProcessing(NamedTuple):
-    """Tokenizer, image reader and processor files that convert text and images to model inputs."""
+    """Tokenizer, image reader and processor files of a model, which convert text and images to model inputs."""
 
     pad_id: int
     """Token id for padding. Any id is valid, because masks are built from positions."""
@@ -153,8 +153,9 @@ class CausalLM(ModelAdapter):
     def arrange_micro_batches(
         self, samples: Sequence[Sample], sorted_indices: Sequence[int], max_rows: int, num_ranks: int
     ) -> list[list[int]] | None:
-        """Put completions of one prompt into one micro-batch if packed rows can share prompts; otherwise group padded
-        rows by length.
+        """Return micro-batches, as lists of indices of samples. If packed rows can share prompts, a micro-batch has
+        completions of the same prompt; otherwise, padded rows of similar length. None: micro-batches of equal numbers
+        of rows need hardly more computation.
 
         Samples without rollout log-probabilities (SFT) are not rearranged, because another order of summation would
         round gradients differently.
@@ -243,7 +244,8 @@ class CausalLM(ModelAdapter):
         return replace(batch, loss_gradient_N=gradient_N if batch.is_local_N is None else gradient_N[batch.is_local_N])
 
     def check_parallel_plan(self) -> None:
-        """Check that the tensor-parallel plan of the model, if one is in use, covers all its operations."""
+        """With tensor parallelism, raise ModelError if the model's tensor-parallel plan does not cover all
+        operations."""
         if self.mesh and self.mesh.tp:
             with forward_context(self._train_config, self.device) if self._should_autocast_blocks else nullcontext():
                 check_tp_plan(self.model, self.runner.root_modules, self.mesh.tp)

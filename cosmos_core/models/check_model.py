@@ -40,8 +40,9 @@ class CheckResult(NamedTuple):
 
 
 def check_model(model: str, model_class: str | None = None) -> Iterator[CheckResult]:
-    """Yield the results of the checks of a pipeline. A check that raises an error has failed. If no family supports the
-    pipeline, all further checks are skipped."""
+    """Yield a result for each check of the diffusion pipeline `model`. A check that raises an error has failed. If no
+    model family supports the pipeline, all further checks are skipped. `model_class` is the import path of a
+    user-defined family."""
     config = DiffusersConfig(max_prompt_length=64)
     policy_config = PolicyConfig(is_diffusers=True, model_name_or_path=model, model_class=model_class, diffusers=config)
     try:
@@ -90,7 +91,8 @@ def _check_text_embedding(family: DiffusionModel) -> str:
 
 
 def _check_media(family: DiffusionModel) -> str:
-    """Check that latents have the declared shape, and that decoded latents have the size of the original pixels."""
+    """Check that the VAE's latents have the shape `family.latent_shape`, and that decoded latents have the size of the
+    original pixels."""
     pixels, shape = _random_pixels(family)
     mean, latent_logvar = family.visual_embedding(pixels)
     if tuple(mean.shape[1:]) != shape:
@@ -171,7 +173,7 @@ def _random_pixels(family: DiffusionModel) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def main() -> int:
-    """Check the model folder of the command line, print a table, and return the exit code."""
+    """Check the diffusion pipeline that the command line names, print a table of checks, and return the exit code."""
     argument_parser = argparse.ArgumentParser()
     argument_parser.add_argument("model")
     argument_parser.add_argument("--class", dest="model_class")

@@ -37,11 +37,11 @@ class GuardrailPlaceholder:
         return self
 
     def check_text_safety(self, prompt: str) -> bool:
-        """Accept every prompt."""
+        """Return True for every prompt, in place of a guardrail model."""
         return True
 
     def check_video_safety(self, frames: Any) -> Any:
-        """Return the frames unchanged."""
+        """Return the frames of a video unchanged, in place of a guardrail model."""
         return frames
 
 
@@ -116,7 +116,8 @@ class CosmosPredict(SanaVideo):
 
     @property
     def train_shift(self) -> float:
-        """Return the timestep shift of training from the recipe or, because the scheduler has no shift, a default."""
+        """Return the timestep shift of training, which the recipe sets. If the recipe sets none, return a default,
+        because the scheduler of this pipeline has no shift."""
         return self.config.train_flow_shift or _DEFAULT_TRAIN_SHIFT
 
     @property
@@ -131,7 +132,8 @@ class CosmosPredict(SanaVideo):
 
     @classmethod
     def component_placeholders(cls) -> dict[str, Any]:
-        """Return a placeholder for the guardrail, and replace torchvision by a stub if it is not installed."""
+        """Return a placeholder for the guardrail, which the constructor of the pipeline requires. Also call
+        `substitute_torchvision`."""
         substitute_torchvision()
         return {"safety_checker": GuardrailPlaceholder()}
 

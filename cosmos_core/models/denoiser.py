@@ -27,7 +27,7 @@ from cosmos_core.parallel.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class RequestedOutputs:
-    """Settings of the velocity that a denoiser computes for each sample."""
+    """Settings with which a denoiser computes the velocity of each sample."""
 
     guidance: float = 1.0
     """Scale of classifier-free guidance, by the pipeline's formula, for samples with a negative prompt; 1: off."""
@@ -157,7 +157,7 @@ class Denoiser(ModelAdapter):
 
 
 class FsdpRoot(nn.Module):
-    """Root module for FSDP, which wraps the denoiser and is called through `forward`."""
+    """Root module for FSDP: it wraps the denoiser of a diffusion model, whose forward pass runs through this module."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

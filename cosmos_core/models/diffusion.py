@@ -186,7 +186,8 @@ class DiffusionModel:
         raise NotImplementedError(type(self).__name__)
 
     def pipeline_with_logprob(self, sample: Callable[..., Any], predict: VelocityFn, *args: Any, **kwargs: Any) -> Any:
-        """Call `sample`, a sampler that also returns log-probabilities of its steps. A family may override this."""
+        """Return the result of `sample(predict, ...)`. `sample` is a sampler that also returns the log-probabilities of
+        its steps, and `predict` computes the velocity. A subclass can override this method to change the sampling."""
         return sample(predict, *args, **kwargs)
 
     @cached_property
@@ -282,7 +283,8 @@ class DiffusionModel:
         return self._load_component("vae")
 
     def make_pipeline(self, components: Mapping[str, Any]) -> Any:
-        """Build the pipeline from `components`, by name; required components that are missing are set to None."""
+        """Build the diffusers pipeline from `components`, by name; other components that its constructor requires are
+        None or the `component_placeholders`."""
         pipeline_class = self.folder.pipeline_class
         constructor_parameters = inspect.signature(pipeline_class).parameters.values()
         unset_components = {p.name: None for p in constructor_parameters if p.default is inspect.Parameter.empty}
@@ -292,18 +294,20 @@ class DiffusionModel:
 
     @classmethod
     def component_placeholders(cls) -> dict[str, Any]:
-        """Return placeholders, by name, for components that the constructor requires but training never uses."""
+        """Return placeholders, by name, for pipeline components that the constructor requires but training never
+        uses."""
         return {}
 
     def drop_encoders(self) -> None:
-        """Free the text encoders and the VAE; the next use loads them again."""
+        """Free the memory of the text encoders and of the VAE; the next use of one of them loads it again."""
         for attribute_name in ("pipeline", "vae"):
             self.__dict__.pop(attribute_name, None)
         gc.collect()
 
     @classmethod
     def load_pipeline(cls, folder: PipelineFolder, dtype: torch.dtype) -> Any:
-        """Load a whole pipeline with `from_pretrained`, as a user would, except for the `component_placeholders`."""
+        """Load the whole diffusers pipeline in `folder` with `from_pretrained`, as a user would, except for components
+        that training never uses, which `component_placeholders` replace."""
         index_items = folder.model_index.items()
         disabled_components = {name: None for name, entry in index_items if isinstance(entry, list) and not any(entry)}
         pipeline = folder.pipeline_class.from_pretrained(
@@ -313,15 +317,16 @@ class DiffusionModel:
         return pipeline
 
     def probe_settings(self) -> dict[str, Any]:
-        """Return the arguments of a small pipeline call that tests an export; the caller adds prompt and seed."""
+        """Return the arguments of a small call of the diffusers pipeline, with which an export is tested; the caller
+        adds prompt and seed."""
         image_size = self.size_multiple * 2
         return self.call_settings((image_size, image_size), self.pixels_per_latent[0] + 1, 2, guidance_scale=1.0)
 
     def call_settings(
         self, size: tuple[int, int], num_frames: int, num_steps: int, *, guidance_scale: float
     ) -> dict[str, Any]:
-        """Return the arguments of a call of the pipeline, without prompt and seed. `size`: height and width in pixels;
-        `num_frames`: ignored by families of image models."""
+        """Return the keyword arguments of a call of the diffusers pipeline, without prompt and seed. `size`: height and
+        width in pixels; `num_frames`: ignored by families of image models."""
         frame_settings = {"num_frames": num_frames} if self.is_video else {}
         return {"height": size[0], "width": size[1], "num_inference_steps": num_steps, "guidance_scale": guidance_scale,
                 "max_sequence_length": self.config.max_prompt_length, **frame_settings}  # fmt: skip
@@ -350,9 +355,9 @@ class DiffusionModel:
 
     @contextmanager
     def _working(self, *names: str) -> Iterator[Any]:
-        """Move pipeline components to the device during the block, disable gradients, and yield the last component.
-        With `policy.diffusers.offload` the components return to host memory after the block, or at the end of an
-        enclosing block of `component_offload.keep_on_device`."""
+        """Move the pipeline components `names` to the device during the `with` block, disable gradients, and yield the
+        last of these components. With `policy.diffusers.offload` the components return to host memory after the `with`
+        block or, inside `component_offload.keep_on_device`, at the end of that context."""
         optional_components = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
         components = [component for component in optional_components if component is not None]
         with torch.no_grad(), self.component_offload.on_device(components):

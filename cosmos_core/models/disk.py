@@ -19,8 +19,8 @@ _DISK_FULL_ERRORS = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 @contextmanager
 def translate_disk_errors(name: str, describe_intact_files: Callable[[], str]) -> Iterator[None]:
-    """Convert disk errors of the block, which writes the file `name`, to a `StageFailed` of one line. The message has
-    the text that `describe_intact_files()` returns about the files that are still intact."""
+    """Convert disk errors in the `with` block, which writes the file `name`, to a `StageFailed` with a message of one
+    line. The message includes the text of `describe_intact_files()`, which says what files are still intact."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -37,8 +37,8 @@ def translate_disk_errors(name: str, describe_intact_files: Callable[[], str]) -
 
 @contextmanager
 def write_export(export_folder: Path, extra_files: Mapping[str, bytes]) -> Iterator[Path]:
-    """Yield a folder that replaces `export_folder` when the block ends; raise StageFailed if the disk is full,
-    read-only or missing. `extra_files`, the content of files by path in the folder, are written last."""
+    """Yield a temporary folder that replaces `export_folder` when the `with` block ends. Before that, `extra_files` are
+    written to the folder: the content of each file, by path. Raise StageFailed if the disk is full or broken."""
     translated_errors = translate_disk_errors(f"export {export_folder}", lambda: "nothing is left of it")
     with translated_errors, replace_folder(export_folder) as staging_folder:
         yield staging_folder
@@ -49,7 +49,8 @@ def write_export(export_folder: Path, extra_files: Mapping[str, bytes]) -> Itera
 
 @contextmanager
 def unwrap_checkpoint_errors() -> Iterator[None]:
-    """Replace a `CheckpointException` of the block by its cause, because `except Exception` does not catch it."""
+    """Replace a `CheckpointException` of torch that the `with` block raises by the error that caused it, because
+    `except Exception` does not catch a `CheckpointException`."""
     try:
         yield
     except CheckpointException as error:

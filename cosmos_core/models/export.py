@@ -45,15 +45,15 @@ def export_model(
 
 
 def make_float32_predicate(model: PreTrainedModel, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Return a function that returns True for the name of a weight that transformers keeps in float32 in a model of
-    `dtype`. An example is the bias of a router: rounded to 16 bits, it would select other experts."""
+    """Return a function from the name of a weight to True if transformers keeps the weight in float32 in a model of
+    `dtype`. An example is the bias of a router: rounded to 16 bits, the bias would select other experts."""
     float32_patterns = list(model._get_dtype_plan(dtype)) if dtype is not None else []
     find_match = build_glob_alternation(float32_patterns)[0].search if float32_patterns else None
     return lambda name: find_match is not None and find_match(name) is not None
 
 
 def find_float32_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> set[int]:
-    """Return the addresses of the weights that stay float32 in an export in `dtype`."""
+    """Return the memory addresses (`data_ptr`) of the weights that stay float32 in an export in `dtype`."""
     is_float32 = make_float32_predicate(model, dtype)
     return {tensor.data_ptr() for name, tensor in merged_state_dict(model).items() if is_float32(name)}
 

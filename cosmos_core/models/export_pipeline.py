@@ -61,7 +61,8 @@ def export_pipeline(
 
 
 def untrained_files(pipeline_folder: PipelineFolder, denoiser_name: str) -> Iterator[Path]:
-    """Yield the files of a pipeline, relative to its folder, that do not belong to the trained component."""
+    """Yield the paths of the files of a pipeline, relative to its folder, except for those of the trained component
+    `denoiser_name`."""
     yield Path(MODEL_INDEX_FILE)
     for name in pipeline_folder.components:
         if name != denoiser_name:

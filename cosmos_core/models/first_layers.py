@@ -15,7 +15,8 @@ _FLOAT32_BYTES = 4
 
 
 class FirstLayers(NamedTuple):
-    """Number of first layers of a model that `keep_first_layers` keeps, and path of the layers in the model."""
+    """Number of first layers that `keep_first_layers` keeps of a model, total number of layers, and name of the module
+    list with the layers."""
 
     layers_path: str
     """Name of the module list that has the layers of the model."""
@@ -24,9 +25,11 @@ class FirstLayers(NamedTuple):
 
 
 def select_first_layers(model: PreTrainedModel, dtype: torch.dtype | None, memory_bytes: int) -> FirstLayers | None:
-    """Return the largest number of first layers, at least one, whose float32 copies fit into `memory_bytes` bytes; None
-    if all layers fit. Another process needs one copy. If the exported weights are not all float32, this process needs
-    a copy too; `dtype` is the dtype of the export, None if the export has the dtypes of the model."""
+    """Return how many first layers of a model an export is verified with: at least one, and as many as fit into
+    `memory_bytes` bytes. None: all layers fit, or the model has no list of layers.
+
+    Memory is needed for a float32 copy in the process that loads the export and, unless all exported weights are
+    float32, for another copy in this process. `dtype`: dtype of the exported weights; None: that of each weight."""
     path = find_layers_path(model)
     if path is None:
         return None
@@ -41,7 +44,7 @@ def select_first_layers(model: PreTrainedModel, dtype: torch.dtype | None, memor
 
 @contextmanager
 def keep_first_layers(model: PreTrainedModel, first_layers: FirstLayers | None) -> Iterator[None]:
-    """Remove all layers of a model except for `first_layers` during the block; None: remove no layer."""
+    """Remove all layers of a model except for `first_layers` during the `with` block; None: remove no layer."""
     if first_layers is None:
         yield
         return

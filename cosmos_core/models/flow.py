@@ -154,7 +154,7 @@ SIGMA_SCHEDULES: dict[str, Callable[[int, float], Tensor]] = {
     "unipc": unipc_schedule,
     "karras": karras_schedule,
 }
-"""Functions from a number of steps and a shift to the noise levels of a sampler, by name of the schedule."""
+"""Schedules of samplers, by name: functions from a number of steps and a timestep shift to the noise levels."""
 
 
 def _append_zero(sigmas_N: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from cosmos_core.models.flow import broadcast_per_sample, estimate_clean_latents
 _PURE_NOISE_SIGMA = 0.999
 """Noise level above which latents count as pure noise."""
 _MIN_SIGMA_OF_NOISE_LIMIT = 0.99
-"""Noise level above which the noise of a long first step is limited, unlike in the code of FlowGRPO."""
+"""Noise level above which `flow_grpo_step` limits the noise of a long first step, unlike the original FlowGRPO."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ class NoiseLevels:
     sigma: Tensor
     next_sigma: Tensor
     second_schedule_sigma: Tensor
-    """Second noise level of the schedule. It replaces a sigma of 1, for which 1 / (1 - sigma) would be infinite."""
+    """Second noise level of the sampler's schedule, used in place of a sigma of 1, where 1 / (1 - sigma) is
+    infinite."""
 
 
 class StepDistribution(NamedTuple):
@@ -44,7 +45,8 @@ class StepDistribution(NamedTuple):
     noise_rate: Tensor
     """Noise rate of the stochastic differential equation, std / sqrt(sigma - next sigma), by which the KL is scaled."""
     has_log_density: bool = True
-    """Whether `log_prob` is the log-density of the Gaussian; False: minus the mean squared distance (FlowCPS)."""
+    """Whether `log_prob` returns the log-density of this Gaussian; False: minus the mean squared distance from the
+    mean, as in FlowCPS."""
 
 
 StochasticStep = Callable[[Tensor, Tensor, NoiseLevels, float], StepDistribution]
@@ -52,7 +54,7 @@ StochasticStep = Callable[[Tensor, Tensor, NoiseLevels, float], StepDistribution
 
 
 def flow_grpo_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_strength: float) -> StepDistribution:
-    """Return the stochastic step of FlowGRPO (arXiv 2505.05470).
+    """Return the distribution of the latents after a stochastic step of FlowGRPO (arXiv 2505.05470).
 
     The noise rate is noise_strength sqrt(sigma / (1 - sigma)), and the drift preserves the distribution of latents at
     each noise level. The second noise level replaces sigma in 1 - sigma in two cases: sigma is above 0.999, where the
@@ -71,7 +73,8 @@ def flow_grpo_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_streng
 
 
 def dance_grpo_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_strength: float) -> StepDistribution:
-    """Return the stochastic step of DanceGRPO (arXiv 2505.07818): constant noise rate, drift along the score."""
+    """Return the distribution of the latents after a stochastic step of DanceGRPO (arXiv 2505.07818), whose noise rate
+    is constant and whose drift is along the score."""
     sigma, sigma_change = noise_levels.sigma, noise_levels.next_sigma - noise_levels.sigma
     clean_latents = estimate_clean_latents(x, v, sigma)
     score = (broadcast_per_sample(1 - sigma, x) * clean_latents - x) / broadcast_per_sample(sigma**2, x)
@@ -82,8 +85,9 @@ def dance_grpo_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_stren
 
 
 def flow_cps_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_strength: float) -> StepDistribution:
-    """Return the stochastic step of FlowCPS (arXiv 2509.05952), in which the fraction sin(noise_strength pi / 2)
-    of the noise is new. The total noise after the step is exactly that of the next noise level."""
+    """Return the distribution of the latents after a stochastic step of FlowCPS (arXiv 2509.05952), in which the
+    fraction sin(noise_strength pi / 2) of the noise is new. The total noise after the step is exactly that of the next
+    noise level."""
     new_noise_std = noise_levels.next_sigma * math.sin(noise_strength * math.pi / 2)
     predicted_noise_std = torch.sqrt((noise_levels.next_sigma**2 - new_noise_std**2).clamp(min=0))
     clean_latents, noise = estimate_clean_latents(x, v, noise_levels.sigma), estimate_noise(x, v, noise_levels.sigma)
@@ -93,8 +97,8 @@ def flow_cps_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_strengt
 
 
 def ddim_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_strength: float) -> StepDistribution:
-    """Return the step of DDIM (arXiv 2010.02502) for a flow. Noise strength 0 is the Euler step, and noise strength 1
-    the posterior of the forward process."""
+    """Return the distribution of the latents after a step of DDIM (arXiv 2010.02502) for a flow. Noise strength 0 gives
+    the Euler step, noise strength 1 the posterior of the forward process."""
     sigma, next_sigma = noise_levels.sigma, noise_levels.next_sigma
     noise_variance = (sigma**2 - ((1 - sigma) / (1 - next_sigma) * next_sigma) ** 2).clamp(min=0)
     std = torch.minimum(noise_strength * next_sigma / sigma * torch.sqrt(noise_variance), next_sigma)
@@ -107,14 +111,14 @@ def ddim_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_strength: f
 STOCHASTIC_STEPS: dict[str, StochasticStep] = {
     "flow": flow_grpo_step, "dance": dance_grpo_step, "cps": flow_cps_step, "ddim": ddim_step
 }  # fmt: skip
-"""Functions for stochastic steps, by the name in `policy.diffusers.sample.solver`."""
+"""Functions that compute a stochastic sampler step, by the solver's name in `policy.diffusers.sample.solver`."""
 
 
 def compute_step_distribution(
     solver: str, x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_strength: float
 ) -> StepDistribution:
     """Return the distribution of the latents after a stochastic step from the latents `x` with the predicted velocity
-    `v`; `solver` is a key of `STOCHASTIC_STEPS`, `noise_strength` the strength of the noise."""
+    `v`; `solver` is a key of `STOCHASTIC_STEPS`, and `noise_strength` scales the noise that the step adds."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return STOCHASTIC_STEPS[solver](x.to(dtype), v.to(dtype), noise_levels, noise_strength)
 
@@ -149,7 +153,8 @@ class DpmSolver2M:
         self._previous_clean_latents: Tensor | None = None
 
     def step(self, x: Tensor, v: Tensor, step_index: int) -> Tensor:
-        """Return the latents after step `step_index` of the schedule. Call this method for the steps in order."""
+        """Return the latents after step `step_index` of the schedule, from the latents `x` before the step and the
+        velocity `v`. Call this method for the steps in order."""
         sigma, next_sigma = self._sigmas_N[step_index], self._sigmas_N[step_index + 1]
         clean_latents, previous_clean_latents = estimate_clean_latents(x, v, sigma), self._previous_clean_latents
         self._previous_clean_latents = clean_latents

@@ -75,8 +75,8 @@ def _set_requires_grad(model: nn.Module, key: str, name_or_pattern: str, name_re
 @contextmanager
 def _replace_meta_parameters(model: nn.Module) -> Iterator[None]:
     """Replace the meta parameters of a model, which `load_shards` reads later, by placeholders on a real device during
-    the block, so that new adapters are created on that device. A placeholder is an expanded scalar, which needs no
-    memory. If the default device is meta, as in an estimate of memory, do nothing."""
+    the `with` block, so that new adapters are created on that device. A placeholder is an expanded scalar, which needs
+    no memory. If the default device is meta, as in an estimate of memory, do nothing."""
     placeholders: dict[nn.Parameter, nn.Parameter] = {}
     if torch.get_default_device().type != "meta":
         device = next((buffer.device for buffer in model.buffers() if not buffer.is_meta), torch.device("cpu"))

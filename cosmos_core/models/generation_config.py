@@ -50,7 +50,8 @@ def save_generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenize
 
 @contextmanager
 def use_default_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    """Replace the generation config of a model by the default during the block, so that the model can be saved."""
+    """Replace the generation config of a model by the default one during the `with` block, which `save_pretrained` of
+    the model always accepts."""
     original_config, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
@@ -67,7 +68,8 @@ def _read_generation_config(model: str, revision: str | None) -> dict[str, Any] 
 
 
 def _split_refused_settings(settings: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
-    """Return a generation config with the settings that transformers accepts, and the names of the refused settings."""
+    """Return a generation config with those of `settings` that transformers accepts, and the names of the refused
+    ones."""
     if complete_config := _try_build_generation_config(settings):
         return complete_config, []
     accepted_settings: dict[str, Any] = {}
@@ -78,7 +80,7 @@ def _split_refused_settings(settings: Mapping[str, Any]) -> tuple[GenerationConf
 
 
 def _try_build_generation_config(generation_settings: Mapping[str, Any]) -> GenerationConfig | None:
-    """Return a generation config with these settings; None if transformers cannot load or write the settings."""
+    """Return a generation config with `generation_settings`; None if transformers cannot load or write them."""
     try:
         config = GenerationConfig.from_dict(dict(generation_settings))
         # Try the conversion that transformers makes at each load of a model, because it fails for some settings.

@@ -41,7 +41,8 @@ _TOKENIZER_FILES = (
 
 
 _BIDIRECTIONAL_MODEL_TYPES = ("cpmant", "flaubert", "prophetnet", "xlm", "xlnet")
-"""Types of models that generate text, and whose logits at a token depend on the tokens after it."""
+"""Types of models (`model_type` in config.json) that generate text, but whose logits at a token depend on later
+tokens."""
 
 
 def load_tokenizer(
@@ -168,8 +169,9 @@ def check_rows(
 ) -> str:  # fmt: skip
     """Return a warning if a row in `prepared_folder` has more tokens than the model has positions, otherwise an empty
     string. Raise DataError if a token has no embedding; raise ModelError if a row has more tokens than the model has
-    learned position embeddings, or if a prompt to complete leaves no position for a completion. `build_model` is called
-    only if shapes of weights are needed. `splits_to_complete` are the splits whose prompts an engine completes."""
+    learned position embeddings, or if a prompt leaves no position for its completion. `build_model` is called only if
+    shapes of weights are needed. `splits_to_complete` are the splits (`train`, `validation`) whose prompts an engine
+    completes."""
     text_config = config.get_text_config()
     try:
         check_token_ids(prepared_folder, getattr(text_config, "vocab_size", 0))

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _MIN_FP8_CAPABILITY = (8, 9)
 _HOPPER_MAJOR_VERSION = 9
 _FP8_SIZE_MULTIPLE = 16
-"""Number by which the input and output features of a linear layer must be divisible for fp8 products."""
+"""Number by which the input and output features of a linear layer must be divisible for matrix products in fp8."""
 
 _original_namespaces: dict[str, dict[str, Any]] = {}
 """Original content of the modules of transformers in which Liger has replaced functions, by name of the module."""
@@ -56,7 +56,8 @@ def unpatch_liger(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def enable_fp8_if_supported(model: PreTrainedModel, fp8_config: FP8Config) -> None:
-    """Make linear layers of the blocks multiply in fp8 if the GPU supports it; weights and optimizer do not change."""
+    """Make the linear layers in a model's transformer blocks multiply in fp8; if this machine has no GPU that supports
+    fp8, log a warning instead. The weights and the optimizer do not change."""
     gpu_capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     if gpu_capability >= _MIN_FP8_CAPABILITY:
         convert_to_fp8(model, fp8_config)
@@ -69,8 +70,8 @@ def enable_fp8_if_supported(model: PreTrainedModel, fp8_config: FP8Config) -> No
 
 
 def convert_to_fp8(model: PreTrainedModel, fp8_config: FP8Config, *, emulate: bool = False) -> None:
-    """Convert the linear layers in the blocks of a model to fp8 products, on any machine; `emulate` computes the same
-    numbers as an fp8 GPU in higher precision, slowly."""
+    """Replace the linear layers in the transformer blocks of a model by layers that multiply in fp8, on any machine.
+    With `emulate`, these layers slowly compute the results of an fp8 GPU in higher precision."""
     float8: Any = importlib.import_module("torchao.float8")
     # Pad inner dimensions, because fp8 products need multiples of 16, and micro-batches have any number of tokens.
     config = float8.Float8LinearConfig.from_recipe_name(fp8_config.quant_recipe)

@@ -56,11 +56,11 @@ def needs_base_weights(lora: LoraConfig | None) -> bool:
 
 
 def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> None:
-    """Add a new adapter, or the saved adapter in `lora_path`, to a model, and freeze all other weights.
+    """Add a new adapter, or the saved adapter in the folder `lora.lora_path`, to a model, and freeze all other weights.
 
     The initialisation uses torch's global random generator. `targets` are the modules to adapt if the recipe names
     none; empty: the default modules of PEFT. Raise ConfigError if a name matches no module, or PEFT refuses a setting;
-    raise ModelError if the adapter in `lora_path` is missing, or belongs to another model."""
+    raise ModelError if the saved adapter is missing, or belongs to another model."""
     if lora.target_modules is None and lora.lora_path is None and targets:
         lora = lora.copy_with(target_modules=tuple(targets))
     targets = lora.target_modules if isinstance(lora.target_modules, tuple) else ()
@@ -111,8 +111,9 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
 
 
 def _store_initial_factors(layers_by_name: Mapping[str, Any]) -> None:
-    """Store the initial factors of layers whose initialisation changed the base weights, for `save_adapter`. Raise
-    ConfigError if a rank exceeds a dimension of its layer: PEFT would not load the factors, which are smaller."""
+    """Store the initial LoRA factors A and B of each layer, because their initialisation changed the base weights;
+    `save_adapter` needs them. Raise ConfigError if a rank exceeds a dimension of its layer: the factors are then
+    smaller than the rank, and PEFT would not load them."""
     for name, layer in layers_by_name.items():
         if (rank := layer.r[_ADAPTER_NAME]) > (max_rank := min(layer.get_base_layer().weight.shape)):
             raise ConfigError(
@@ -136,9 +137,11 @@ def has_changed_base(model: nn.Module) -> bool:
 
 @contextmanager
 def merge_adapter(model: nn.Module) -> Iterator[None]:
-    """Merge the adapter of a model or a layer into the base weights during the block; do nothing without an adapter.
+    """Merge the LoRA adapter of a model or a layer into the base weights during the `with` block; without an adapter,
+    do nothing.
 
-    After the block, the base weights are restored from a copy: subtracting the adapter would leave rounding errors.
+    After the `with` block, the base weights are restored from a copy: subtracting the adapter would leave rounding
+    errors.
     """
     layers = adapted_layers(model).values()
     base_weights = {parameter: parameter.data for layer in layers for parameter in layer.get_base_layer().parameters()}
@@ -159,14 +162,15 @@ def merge_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of a model with an adapter, under the key names of the model without the adapter. Call this
+    """Return the state dict of a model with a LoRA adapter, under the keys of the model without the adapter. Call this
     function inside `merge_adapter`, so that the weights include the adapter."""
     key_without_adapter = keys_without_adapter(model)
     return {key_without_adapter[key]: tensor for key, tensor in model.state_dict().items() if key_without_adapter[key]}
 
 
 def keys_without_adapter(model: nn.Module) -> dict[str, str]:
-    """Return for each key of a model's state dict the key in the model without the adapter; empty for LoRA tensors."""
+    """Return for each key of a model's state dict the key of the same tensor in the model without the adapter; empty
+    for tensors of the LoRA adapter."""
     peft_wrapper_classes = (LoraLayer, ModulesToSaveWrapper)
     wrapper_names = {name for name, module in model.named_modules() if isinstance(module, peft_wrapper_classes)}
     return {key: _remove_wrapper_names(key, wrapper_names) for key in model.state_dict()}
@@ -260,7 +264,8 @@ def _build_peft_config(model: Any, lora_config: LoraConfig, should_tie_weights: 
 def _check_targets(
     key: str, targets: Iterable[str], names: Collection[str], pattern_template: str, are_targets_regexes: bool = False
 ) -> None:
-    """Raise ConfigError if one of the `targets`, inserted into the regex `pattern_template`, matches no module name."""
+    """Raise ConfigError if one of the `targets`, inserted into the regex `pattern_template`, matches none of the module
+    names `names`. `key` is the key of `policy.lora` for the error message."""
     for target_name in targets:
         pattern = pattern_template.format(target_name if are_targets_regexes else re.escape(target_name))
         if not any(re.fullmatch(pattern, name) for name in names):
@@ -284,7 +289,8 @@ def _find_tied_modules(model: nn.Module) -> list[str]:
 
 
 def _remove_wrapper_names(key: str, wrapper_names: set[str]) -> str:
-    """Return a state dict key without the name components of PEFT's `wrapper_names`; empty for an adapter's tensor."""
+    """Return a state dict key without the components that PEFT's wrappers add, such as `base_layer`; empty for a tensor
+    of the adapter. `wrapper_names` are the names of the wrapped modules."""
     key_components, remaining_components, component_index = key.split("."), [], 0
     while component_index < len(key_components):
         if ".".join(key_components[:component_index]) not in wrapper_names:
@@ -298,8 +304,9 @@ def _remove_wrapper_names(key: str, wrapper_names: set[str]) -> str:
 
 
 def _rebase_adapter_on_original(model: nn.Module, lora_tensors: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """Convert an adapter whose initialisation B0 A0 changed the base weights to an adapter for the original base
-    weights. The new adapter has twice the rank: B A - B0 A0 = [B -B0] [A; A0]."""
+    """Return the tensors `lora_tensors` of an adapter, whose initialisation B0 A0 was subtracted from the base weights,
+    converted to an adapter for the original base weights. It has twice the rank: B A - B0 A0 = [B -B0] [A; A0].
+    `config` is changed accordingly."""
     buffers_by_name = dict(model.named_buffers())
     rebased_tensors = {}
     for name, tensor in lora_tensors.items():

@@ -30,12 +30,13 @@ from cosmos_core.models.adapter import PEFT_PREFIX
 
 ALL_LINEAR = "all-linear"
 _EXPERT_PROJECTIONS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-"""Names of the projections, separate in checkpoints, that a stacked parameter contains, for each naming scheme."""
+"""Names of the projections that a stacked parameter of experts contains, by its name. The projections are separate
+tensors in checkpoints, with names of one of several schemes."""
 _ADAPTER_NAME_COMPONENTS = (".base_layer", ".lora_", ".modules_to_save", ".original_module")
 
 
 class AdapterTargets(NamedTuple):
-    """Layers that an adapter changes, in the form of PEFT's configuration."""
+    """Layers that a LoRA adapter changes, as settings of PEFT's `LoraConfig`."""
 
     modules: list[str] | str | None
     parameters: list[str]
@@ -111,9 +112,9 @@ def find_lora_targets(model: nn.Module, target_modules: Sequence[str] | str | No
 
 
 def find_inseparable_layers(model: nn.Module) -> dict[str, str]:
-    """Return a text for each linear layer, by name, that says why its adapter could not be exported. Either several
-    layers share the weight, into which all their adapters would be merged, or PEFT would not find the adapter on
-    loading, because it changes the names of the adapter's tensors."""
+    """Return the linear layers whose LoRA adapters could not be exported, by name, each with a text about the reason.
+    Either several layers share the weight, into which all their adapters would be merged, or PEFT would not find the
+    adapter on loading, because PEFT changes the names of the adapter's tensors."""
     linear_layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     num_layers_by_weight = Counter(id(layer.weight) for layer in linear_layers.values())
     key_by_layer = {name: f"{PEFT_PREFIX}{name}.lora_A.weight" for name in linear_layers}
@@ -131,7 +132,8 @@ def find_inseparable_layers(model: nn.Module) -> dict[str, str]:
 
 
 def possible_target_names(model: nn.Module) -> list[str]:
-    """Return all names that `target_modules` may contain: modules, stacked parameters, and their projections."""
+    """Return all names that the setting `target_modules` can have: modules, stacked parameters and their
+    projections."""
     target_names = [name for name, _ in model.named_modules() if name]
     for name in _find_stacked_parameters(model):
         parent_name, _, child_name = name.rpartition(".")
@@ -190,12 +192,13 @@ def resolve_saved_targets(config: Any, model: nn.Module) -> None:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """Return the layers of a model whose weights an adapter changes, by name."""
+    """Return the layers of a model whose weights a LoRA adapter changes, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def adapted_layers_by_peft_name(model: nn.Module) -> dict[str, LoraLayer]:
-    """Return the adapted layers by the name that PEFT compares with patterns: that of the layer or its parameter."""
+    """Return the layers that an adapter changes by the name that PEFT compares with rank and alpha patterns: the name
+    of the layer or, for stacked experts, of the parameter."""
     return {
         f"{name.replace('.base_layer', '')}.{layer.parameter_name}" if isinstance(layer, ParamWrapper) else name: layer
         for name, layer in adapted_layers(model).items()
@@ -203,8 +206,8 @@ def adapted_layers_by_peft_name(model: nn.Module) -> dict[str, LoraLayer]:
 
 
 def write_pattern_per_layer(model: Any, config: Any) -> None:
-    """Give each layer its own rank and alpha pattern if the order of the patterns in `config` matters. The first
-    pattern that matches a layer counts, and PEFT sorts the patterns of a saved adapter."""
+    """Replace the rank and alpha patterns in `config` by one pattern per layer if their order matters: PEFT uses the
+    first matching pattern, but sorts the patterns of a saved adapter."""
     if any(list(patterns) != sorted(patterns) for patterns in (config.rank_pattern, config.alpha_pattern)):
         layers = {re.escape(name): layer for name, layer in adapted_layers_by_peft_name(model).items()}
         config.rank_pattern = {name: next(iter(layer.r.values())) for name, layer in layers.items()}
@@ -290,7 +293,8 @@ def _find_stacked_parameters(model: nn.Module) -> list[str]:
 
 
 def _shorten_parameter_name(name: str, targets: Sequence[str]) -> str:
-    """Return the part of a parameter name after the layer number; return the whole name if a target is longer."""
+    """Return the part of a parameter name after the layer number or, if one of the selected names `targets` is longer
+    than this part, the whole name."""
     name_in_layer = name_within_layer(name)
     return name_in_layer if all(len(target) <= len(name_in_layer) for target in targets) else name
 

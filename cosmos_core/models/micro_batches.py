@@ -10,11 +10,12 @@ from itertools import pairwise
 from cosmos_core.data.sample import Sample
 
 _MAX_PADDING_FRACTION = 0.1
-"""Fraction of padding tokens below which rows are not rearranged."""
+"""Accepted fraction of padding: rows are rearranged only if more than this fraction of all their tokens is padding."""
 _MAX_OVERHEAD_TOKENS, _TOKENS_PER_OVERHEAD_TOKEN = 32, 64
-"""Fixed cost of a micro-batch on a CPU, in tokens: a 64th of all tokens, at most 32."""
+"""Numbers that define the fixed cost of a micro-batch on a CPU, in tokens: a 64th of all tokens, at most 32."""
 _MIN_SAVED_TOKEN_FRACTION = 0.25
-"""Fraction of all tokens that sharing prompts must save."""
+"""Minimum fraction of all tokens that sharing prompts must save; otherwise each sample keeps its own copy of the
+prompt."""
 _MIN_PROMPT_TOKENS = 8
 """Minimum number of tokens of a shared prompt: to share a shorter prompt takes more time than it saves."""
 
@@ -50,7 +51,7 @@ def split_by_length(
 
 
 def group_by_prompt(samples: Sequence[Sample]) -> list[list[int]]:
-    """Return the indices of samples in one list per prompt."""
+    """Return the indices of samples in one list per prompt: samples with equal prompt tokens are in the same list."""
     indices_by_prompt: dict[bytes, list[int]] = {}
     for i, sample in enumerate(samples):
         indices_by_prompt.setdefault(sample.input_ids[: prompt_length(sample)].tobytes(), []).append(i)

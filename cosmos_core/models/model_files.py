@@ -23,11 +23,11 @@ from cosmos_core.run.content import is_outside_folder
 from cosmos_core.transient import is_machine_error, is_network_error
 
 MODEL_RECIPE_KEY = "policy.model_name_or_path"
-"""Key of a recipe that names the model, for error messages."""
+"""Recipe key that names the model to train; it is part of error messages."""
 
 
 def model_error(model: str, problem: str) -> ModelError:
-    """Return an error about the model that `policy.model_name_or_path` names."""
+    """Return the error for `problem`, a text about the model that `policy.model_name_or_path` names."""
     return ModelError(f"{MODEL_RECIPE_KEY} = {model!r}: {problem}")
 
 
@@ -44,8 +44,9 @@ def locate_model(model: str, revision: str | None) -> tuple[Path | str, dict[str
 
 
 def translate_load_errors(component_name: str, model: str) -> AbstractContextManager[None]:
-    """Return a context manager for a block that reads `component_name` of `model`. It converts errors of libraries to a
-    `ModelError` of one line; errors of memory, disk and network, and each `CosmosError`, are raised unchanged."""
+    """Return a context manager for a `with` block that reads `component_name`, such as the tokenizer, of `model`. It
+    converts errors of libraries to a `ModelError` of one line; errors of memory, disk and network, and each
+    `CosmosError`, are raised unchanged."""
 
     def convert_error(error: Exception) -> Exception:
         is_transient_error = is_machine_error(error) or (is_network_error(error) and is_hub_reachable())
@@ -155,7 +156,8 @@ def _describe_load_error(component: str, model: str, error: Exception) -> ModelE
 
 
 def unmergeable_tensors_error(model: str) -> ModelError:
-    """Return the error for tensors that transformers cannot merge into one weight, such as experts of a layer."""
+    """Return the error for tensors in a model's files that transformers cannot merge into one weight, such as the
+    experts of a layer, because some are missing or have another shape."""
     problem = "of tensors that belong together, like the experts of a layer, some are missing or of another shape"
     return model_error(model, f"{problem}; the weights do not belong to this config.json")
 

@@ -27,8 +27,8 @@ _prestarted_pools: list[ProcessPool] = []
 
 
 def prestart_interpreter(module_name: str) -> None:
-    """Start the interpreter that `open_interpreter_pool` returns next, and import a module in it; do nothing if it is
-    already started."""
+    """Start the Python interpreter for the next call of `open_interpreter_pool`, and import the module `module_name` in
+    it; do nothing if it is already started."""
     if not _prestarted_pools:
         _prestarted_pools.append(_make_pool())
         _prestarted_pools[0].schedule(_import_module, (module_name,))
@@ -48,8 +48,9 @@ def call_in_interpreter(
     export_folder: Path,
     on_poll: Callable[[], None] = lambda: None,
 ) -> T:
-    """Call `called_function(*arguments)`, which reads the export in `export_folder`, in the process of the pool, and
-    return the result; raise StageFailed if it raised an error or took longer than `timeout_seconds` (None: no limit).
+    """Call `called_function(*arguments)`, which reads the export in `export_folder`, in the process of
+    `interpreter_pool`, and return the result; raise StageFailed if the function raised an error or took longer than
+    `timeout_seconds` (None: no limit).
 
     `on_poll` is called every few seconds until the function returns. If `on_poll` raises an error, the interpreter is
     stopped.

@@ -32,14 +32,15 @@ class ComponentOffload:
     """Offloading of pipeline components: they are stored in host memory and moved to the device when they are used."""
 
     def __init__(self, device: torch.device, *, should_offload: bool) -> None:
-        """Store the device. `should_offload`: whether components return to host memory after their use."""
+        """Store the device for computation. `should_offload`: whether components return to host memory after use."""
         self._device, self._should_offload, self._is_offload_deferred = device, should_offload, False
         self._weights_on_device: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
-        """Components that are on the device, each with the list of its parameters and their tensors in host memory."""
+        """Pipeline components on the device, each with the list of its parameters and their tensors in host memory."""
 
     @contextmanager
     def on_device(self, components: Sequence[nn.Module]) -> Iterator[None]:
-        """Keep the weights of components on the device within the block."""
+        """Keep the weights of `components` on the device during the `with` block. Then return them to host memory if
+        offloading is enabled and no `keep_on_device` is active."""
         for component in components:
             self._weights_on_device.setdefault(component, [(weight, weight.data) for weight in component.parameters()])
             component.to(self._device)
@@ -51,7 +52,7 @@ class ComponentOffload:
 
     @contextmanager
     def keep_on_device(self) -> Iterator[None]:
-        """Keep all components that are used during the block on the device until the end of the block."""
+        """Keep all components that are used during the `with` block on the device until the block ends."""
         self._is_offload_deferred = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Load the causal language model of a stage: tokenizer, processor, sharded weights, and choice of trained weights."""
+"""Load the causal language model of a stage of a run: tokenizer, processor, sharded and trained weights."""
 
 import logging
 
@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 def open_model(stage: Stage) -> CausalLM:
-    """Seed torch and load the model of a stage, sharded over the mesh, with a tokenizer that has a pad token. Raise
-    ModelError if a file of it cannot be loaded, ConfigError if it does not support a setting of the recipe."""
+    """Seed torch and load the language model of a stage of a run, sharded over the mesh, with a tokenizer that has a
+    pad token. Raise ModelError if a file of the model cannot be loaded, ConfigError if the model does not support a
+    setting of the recipe."""
     train_config, policy_config = stage.recipe.train, stage.recipe.policy
     stage.progress.phase("load")
     torch.manual_seed(stage.seed)

@@ -1,4 +1,4 @@
-"""Load the diffusion model of a stage: model family, denoiser on the mesh, and choice of trained weights."""
+"""Load the diffusion model of a stage of a run: model family, denoiser on the mesh, and choice of trained weights."""
 
 import logging
 
@@ -17,8 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 def open_model(stage: Stage) -> Denoiser:
-    """Seed torch and load the denoiser of a stage's pipeline, sharded over the mesh, without text encoders and VAE.
-    Raise ModelError if no family supports the pipeline, ConfigError if it does not support a setting of the recipe."""
+    """Seed torch and load the denoiser of the diffusion pipeline that a stage of a run uses, sharded over the mesh,
+    without text encoders and VAE. Raise ModelError if no model family supports the pipeline, ConfigError if the model
+    does not support a setting of the recipe."""
     train_config, policy_config = stage.recipe.train, stage.recipe.policy
     stage.progress.phase("load")
     torch.manual_seed(stage.seed)

@@ -41,7 +41,7 @@ _PROBE_TOLERANCE = 1e-3
 _VARLEN_DEVICE, _VARLEN_MIN_CAPABILITY = "cuda", (8, 0)
 _VARLEN_DTYPES, _VARLEN_MAX_HEAD_SIZE = {torch.bfloat16, torch.float16}, 256
 _GQA_OPTIONS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Arguments of `varlen_attn` for grouped-query attention; empty for older versions of torch."""
+"""Arguments of torch's `varlen_attn` for grouped-query attention; empty if it has no such argument."""
 
 _MAX_SHORT_SEQUENCE_TOKENS = 16
 """Maximum length of sequences that are padded to a power of two; `round_up_length` pads longer sequences."""
@@ -147,7 +147,7 @@ def packed_attention(
 
 
 def unsupported_varlen_reason(query: Tensor, key: Tensor, value: Tensor, dropout_rate: float) -> str:
-    """Return the reason why torch's `varlen_attn` does not support these inputs; empty if it supports them."""
+    """Return the reason why torch's `varlen_attn` does not support attention with these arguments; empty if it does."""
     head_size = query.shape[-1]
     if query.dtype not in _VARLEN_DTYPES:
         return f"its kernel takes half precision, and this is {str(query.dtype).removeprefix('torch.')}"
@@ -168,7 +168,8 @@ def _log_fallback_once(fallback_reason: str) -> None:
 
 
 def _varlen_attention(qkv_states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
-    """Compute the attention of all sequences with one call of `varlen_attn`; shapes as in `packed_attention`."""
+    """Compute the attention of all sequences of a packed row with one call of torch's `varlen_attn`. Shapes and
+    `kwargs` are those of `packed_attention`."""
     window_size, cu_seq_lens, max_length = kwargs.get("sliding_window"), kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
     query_PKD, key_PKD, value_PKD = (qkv_state.transpose(1, 2).squeeze(0) for qkv_state in qkv_states)
     output_PKD = varlen_attn(
@@ -200,7 +201,8 @@ def packed_eager_attention(
 
 
 def _make_attention_mask(make_full_mask: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
-    """Return the mask that `make_full_mask` makes, or None if there are neither padding tokens nor cached keys."""
+    """Return the attention mask of `make_full_mask`, which has the same other parameters; None if there are neither
+    padding tokens nor cached keys, because packed attention then needs no mask."""
     has_padding, has_cache = kwargs.get("attention_mask") is not None, kwargs.get("q_length") != kwargs.get("kv_length")
     return make_full_mask(*args, **kwargs) if has_padding or has_cache else None
 
@@ -252,7 +254,8 @@ def _sliding_window_mask(length: int, window_size: int, device: torch.device) ->
 
 
 def _set_attention_function(model: PreTrainedModel, attention_name: str) -> None:
-    """Set the attention function of the language model, but not of a vision tower, which packs images differently."""
+    """Make the language model in `model` use the attention function that transformers has registered as
+    `attention_name`; a vision tower keeps its own, because it packs images differently."""
     text_config = model.config.get_text_config()
     config_keys = [key for key in model.config.sub_configs if getattr(model.config, key) is text_config]
     model.set_attn_implementation({config_keys[0]: attention_name} if config_keys else attention_name)
@@ -260,8 +263,8 @@ def _set_attention_function(model: PreTrainedModel, attention_name: str) -> None
 
 @contextmanager
 def _shorten_sliding_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Make sliding windows shorter than the rows of the probe during the block. The probe thus detects model families
-    whose packed attention ignores the window."""
+    """Make the sliding windows of a model shorter than the rows of the probe during the `with` block. The probe thus
+    detects model families whose packed attention ignores the window."""
     config_and_modules: list[Any] = [model.config.get_text_config(), *model.modules()]
     windowed_modules = [(m, m.sliding_window) for m in config_and_modules if getattr(m, "sliding_window", None)]
     try:
@@ -323,7 +326,8 @@ def _is_packing_exact(
 
 
 def _compute_probe_outputs(model: PreTrainedModel, root_modules: Sequence[Any], probe_inputs: dict[str, Any]) -> Tensor:
-    """Return the logits of the first row or, with `root_modules`, the concatenated hidden states that they compute."""
+    """Return the logits of the first row of `probe_inputs` or, with `root_modules`, the concatenated hidden states that
+    these modules compute."""
     probe_inputs = to_device(probe_inputs, _compute_device(model))
     if root_modules:
         return torch.cat([root_module.probe_hidden_states(probe_inputs)[0] for root_module in root_modules], dim=-1)

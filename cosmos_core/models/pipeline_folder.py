@@ -13,7 +13,7 @@ from cosmos_core.models.model_files import locate_model, model_error, read_json,
 MODEL_INDEX_FILE = "model_index.json"
 _COMPONENT_LIBRARIES = ("diffusers", "transformers")
 _VARIANT_REGEX = re.compile(r"(?:diffusion_pytorch_|pytorch_)?model(?:-[-\dof]+)?\.([a-z]\w*)[-.].*(?:safetensors|bin)")
-"""Pattern of weight files of a variant, such as `model.fp16.safetensors`; its group is the name of the variant."""
+"""Pattern of names of weight files of a variant, such as `model.fp16.safetensors`, with the variant as its group."""
 
 
 class PipelineFolder:
@@ -57,7 +57,7 @@ class PipelineFolder:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of the components that the folder contains."""
+        """Names of the components of the pipeline that its folder contains."""
         index_entries = [(name, entry) for name, entry in self.model_index.items() if not name.startswith("_")]
         return tuple(name for name, entry in index_entries if isinstance(entry, list) and len(entry) == 2 and entry[1])
 
@@ -99,7 +99,8 @@ class PipelineFolder:
             return cls.from_config(cls.load_config(str(self.path), subfolder=name, local_files_only=True))
 
     def settings(self, name: str) -> dict[str, Any]:
-        """Return the configuration of the component `name` without building it; raise ModelError if it has none."""
+        """Return the configuration of the pipeline component `name`, without building the component; raise ModelError
+        if the component has no configuration."""
         for file_name in (f"{name}_config.json", "config.json"):
             if settings := read_json(self.path / name / file_name, self.model):
                 return settings

@@ -36,9 +36,10 @@ class StageModule(nn.Module):
         self.stage_index, self.is_last_stage = stage_index, is_last_stage
         self._train_config, self._logprob_dtype = config, dtype
         self.hidden_dtype = model.dtype
-        """Dtype of hidden states between stages, stored because `model.dtype` changes while FSDP gathers weights."""
+        """Dtype of the hidden states that pipeline stages exchange, stored because `model.dtype` changes while FSDP
+        gathers weights."""
         self.batches: Sequence[Any] = ()
-        """Micro-batches of the current call of `PipelineRunner.run`."""
+        """Micro-batches of the current call of `PipelineRunner.run`; empty outside of a call."""
         self.output_request, self.num_tokens = LOGPROBS_ONLY, 0
         """Outputs to compute for the current micro-batches, and number of tokens P of the longest micro-batch."""
         self.output_names: list[str] = []
@@ -54,7 +55,8 @@ class StageModule(nn.Module):
         return self.scorer.compute_hidden_states(inputs)
 
     def forward(self, *hidden_PH: Tensor, batch_index: Tensor) -> Any:
-        """Return the hidden states PH or, from the last pipeline stage, the outputs of the scorer."""
+        """Return this pipeline stage's hidden states PH of a micro-batch or, if it is the last stage, the outputs of
+        its `LogprobScorer`."""
         batch = self.batches[int(batch_index)]
         token_ids_shape = batch.inputs["input_ids"].shape
         model_inputs = dict(batch.inputs)
@@ -83,7 +85,7 @@ class PipelineRunner(MicroBatchRunner):
         ]
 
     def rows_per_micro_batch(self, max_rows: int) -> int:
-        """Return the number of rows per micro-batch: `max_rows`, but at most `pp_micro_batch_size`."""
+        """Return the number of rows of each micro-batch: `max_rows`, but at most the setting `pp_micro_batch_size`."""
         return min(max_rows, self._parallelism.pp_micro_batch_size)
 
     def num_micro_batches(self, num_batches: int, max_rows: int) -> int:
@@ -95,7 +97,8 @@ class PipelineRunner(MicroBatchRunner):
     def run(
         self, batch_builders: Sequence[Callable[[], Any]], loss_fn: LossFn, output_request: OutputSpec, max_rows: int
     ) -> None:
-        """Run micro-batches through the pipeline, in passes of at most `max_rows` rows."""
+        """Run the micro-batches that `batch_builders` build through all pipeline stages, in passes of about `max_rows`
+        rows. The last stage calls `loss_fn` for each micro-batch."""
         micro_batches = [build_batch() for build_batch in batch_builders]
         num_tokens = max(batch.inputs["input_ids"].numel() for batch in micro_batches)
         num_batches_per_pass = len(micro_batches) // self._num_pipeline_passes(len(micro_batches), max_rows)

@@ -90,12 +90,12 @@ def load_processor(model: str, revision: str | None = None, pixel_limits: PixelL
 
 
 def image_token_text(processor: ProcessorMixin) -> str:
-    """Return the placeholder for an image in a text, which the processor expands to the tokens of the image."""
+    """Return the text that stands for an image in a prompt; the processor replaces it by the tokens of the image."""
     return cast(Any, processor).image_token
 
 
 def _load_processor_without_video(cls: Any, model_source: str, load_options: dict[str, Any]) -> ProcessorMixin:
-    """Load a processor for images and videos without its video processor, which would require torchvision."""
+    """Load a processor for text, images and videos without its video processor, which would require torchvision."""
 
     def check_component(self: Any, name: str, processor_component: Any) -> Any:
         is_video_processor = name == "video_processor"
@@ -125,15 +125,16 @@ class ImageReader:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token
 
     def batching_key(self, sample: Sample) -> int:
-        """Return the key of a row; only rows with equal keys form a micro-batch. Rows with and without images are
-        separate, because all ranks must enter the vision tower together. In a model with cross-attention to images,
-        tokens before the first image attend to all images of the batch, so the key is the number of images."""
+        """Return the batching key of a row; only rows with equal keys can be in the same micro-batch. Rows with and
+        without images are separate, because all ranks must enter the vision tower together. In a model with
+        cross-attention to images, tokens before the first image attend to all images of the batch, so the key is the
+        number of images."""
         has_cross_attention = "cross_attention_mask" in self._processor.model_input_names
         return len(sample.images) if has_cross_attention else min(len(sample.images), 1)
 
     def num_tokens_before_images(self, token_ids: Sequence[int]) -> int:
-        """Return the number of tokens before the first image token. A policy may sample image tokens although there is
-        no image; such a completion is truncated before its first image token."""
+        """Return the number of tokens before the first image token in a completion. A policy sometimes samples image
+        tokens although there is no image; such a completion is truncated before its first image token."""
         if not token_ids:
             return 0
         [image_token_flags] = self._mark_image_tokens(torch.tensor([list(token_ids)])).bool().tolist()

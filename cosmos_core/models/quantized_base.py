@@ -1,4 +1,4 @@
-"""Base models with quantized weights in formats that transformers computes with on some GPUs, but cannot train."""
+"""Base models with quantized weights: on some GPUs, transformers can compute with such weights, but not train them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 DEQUANTIZED_FORMATS = FP8, MXFP4 = "fp8", "mxfp4"
-"""Formats that are dequantized when a model is loaded."""
+"""Formats of quantized weights that are dequantized when a model is loaded."""
 
 
 def quantization_method(config: PretrainedConfig) -> str | None:
@@ -20,7 +20,8 @@ def quantization_method(config: PretrainedConfig) -> str | None:
 
 
 def make_dequantize_options(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that dequantize a model; empty if its weights are not quantized."""
+    """Return the arguments with which `from_pretrained` dequantizes a model on loading; empty if its weights are not in
+    one of the formats `DEQUANTIZED_FORMATS`."""
     if quantization_method(config) not in DEQUANTIZED_FORMATS:
         return {}
     return {"quantization_config": AutoQuantizationConfig.from_dict({**config.quantization_config, "dequantize": True})}
@@ -28,8 +29,9 @@ def make_dequantize_options(config: PretrainedConfig) -> dict[str, Any]:
 
 @contextmanager
 def disable_requantization(model: PreTrainedModel) -> Iterator[None]:
-    """Disable the conversion that would quantize the weights of a model again when they are saved, if the model was
-    dequantized from FP8. Rollout engines need the conversion, because they compute in the format of the base model."""
+    """During the `with` block, disable the conversion that would quantize the weights of a model again when they are
+    saved, if the model was dequantized from FP8. Rollout engines need the conversion, because they compute in the
+    format of the base model."""
     weight_conversions = getattr(model, "_weight_conversions", None) or []
     operations = [operation for conversion in weight_conversions for operation in getattr(conversion, "operations", ())]
     if any(isinstance(operation, Fp8Dequantize) for operation in operations):

@@ -57,7 +57,8 @@ class Sana(DiffusionModel):
         }
 
     def call_settings(self, *size: Any, **settings: Any) -> dict[str, Any]:
-        """Return the arguments of a call of the pipeline that keeps the requested image size."""
+        """Return the keyword arguments of a call of the diffusers pipeline, without prompt and seed. They disable the
+        rounding of the image size to one of the training resolutions."""
         return super().call_settings(*size, **settings) | {"use_resolution_binning": False}
 
     @property

@@ -18,7 +18,8 @@ class SanaVideo(Sana):
     is_video = True
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the mode of the VAE's posterior, normalised per channel, as the mean, and None as log-variance."""
+        """Return the latents of clips: the mode of the VAE's posterior, normalised per channel, as the mean, and None
+        as the log-variance."""
         with self._working("vae") as vae:
             vae_encoding = vae.encode(pixels.to(self.device, torch.float32))
             latents = vae_encoding.latent_dist.mode() if hasattr(vae_encoding, "latent_dist") else vae_encoding.latent
@@ -59,7 +60,8 @@ class SanaVideo(Sana):
 
 
 def latent_channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of each channel of a VAE's latents; 0 and 1 if the VAE declares none."""
+    """Return the mean and the standard deviation of each channel of a VAE's latents, from its configuration or its
+    buffers; 0 and 1 if it has neither."""
     channel_statistics = []
     for name, default_value in (("latents_mean", 0.0), ("latents_std", 1.0)):
         values_C = vae.config.get(name)

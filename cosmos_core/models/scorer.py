@@ -38,13 +38,13 @@ class RequestedOutputs:
     """Outputs to compute for each selected token in addition to its log-probability."""
 
     temperature: float = 1.0
-    """Temperature by which logits are divided before all outputs are computed."""
+    """Temperature by which logits are divided before any output is computed."""
     entropy: Literal["", "value", "gradient"] = ""
     """Entropy of each token's distribution, in nats: empty for none, `value` without, `gradient` with gradient."""
     top_k: int = 0
     """Number of most likely tokens whose ids and log-probabilities (with gradient) are returned for each token."""
     is_argmax: bool = False
-    """Whether to return a mask of the tokens whose label is the most likely token."""
+    """Whether to return a mask of the selected tokens that are the most likely token of their position."""
 
 
 LOGPROBS_ONLY = RequestedOutputs()
@@ -68,16 +68,19 @@ class LogprobScorer(nn.Module):
     """Language model that returns log-probabilities instead of logits."""
 
     def __init__(self, model: PreTrainedModel, chunk_bytes: int | None = None) -> None:
-        """Store the model. `chunk_bytes`: maximum size of a chunk's float32 logits; None: `default_chunk_bytes`."""
+        """Store the language model. `chunk_bytes`: maximum size of the float32 logits of one chunk of tokens; None:
+        `default_chunk_bytes`."""
         super().__init__()
         self.model = model
         self._chunk_bytes = chunk_bytes
         self._are_logits_plain_head_output: bool | None = None
-        """Whether head(body(x)) equals the model's own logits; None: not tested before the first call."""
+        """Whether the model's logits equal its output head applied to the hidden states of its body; None until the
+        first call, which tests this."""
         self.num_token_ids: int | None = None
-        """Number of token ids among which the most likely tokens are selected; None: all rows of the head."""
+        """Number of token ids among which the most likely tokens are selected; None: all rows of the output head."""
         self.load_balancing: balance.LoadBalancingSettings | None = None
-        """Settings of the load-balancing loss, the output `balance` if gradients are enabled; None: no loss."""
+        """Settings of the load-balancing loss of experts, which is the output `balance` if gradients are enabled; None:
+        the model has no such loss."""
 
     def forward(
         self,
@@ -89,8 +92,8 @@ class LogprobScorer(nn.Module):
         loss_gradient_N: Tensor | None = None,
         top_ids_NK: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return outputs of the selected tokens by name: `logprobs` N and, as `output_request` says, `entropy` N,
-        `top_logprobs` and `top_ids` NK, `is_argmax` N (1 or 0).
+        """Return outputs of the N selected tokens by name: `logprobs` N and, if `output_request` requests them,
+        `entropy` N, `top_logprobs` and `top_ids` NK, `is_argmax` N (1 or 0).
 
         Args:
             inputs: inputs of the model, with `input_ids` BT. If an earlier pipeline stage computed embeddings: also
@@ -143,8 +146,9 @@ class LogprobScorer(nn.Module):
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     def _run_without_head(self, inputs: dict[str, Any]) -> tuple[Tensor, _OutputHead, dict[str, Tensor]]:
-        """Return the hidden states, the head, and the load-balancing loss by name (empty if disabled). If the model's
-        logits are not head(body(x)), return the logits and an identity head."""
+        """Return the last hidden states, the output head, and a dictionary with the load-balancing loss (empty if
+        disabled). If the model's logits are not its head applied to these hidden states, return the logits and an
+        identity head."""
         if self._are_logits_plain_head_output is None:
             self._are_logits_plain_head_output = self._test_head_matches_logits(inputs["input_ids"].device)
         called_module = self.model.base_model if self._are_logits_plain_head_output else self.model
@@ -162,7 +166,7 @@ class LogprobScorer(nn.Module):
         return model_output.last_hidden_state, output_head, auxiliary_loss
 
     def _scale_logits(self, logits_MV: Tensor) -> Tensor:
-        """Apply the scaling or soft cap that some model families apply to logits."""
+        """Return logits after the scaling or soft cap that some model families apply to the outputs of their head."""
         config = self.model.config.get_text_config()
         if scale := getattr(config, "logit_scale", None):  # Cohere models multiply their logits by `logit_scale`
             logits_MV = logits_MV * scale
@@ -196,12 +200,12 @@ class LogprobScorer(nn.Module):
 
 
 def is_without_weight_data(model: nn.Module) -> bool:
-    """Return True if the weights of a model have shapes but no data, as in an estimate of memory."""
+    """Return True if a model has fake tensors as weights, with shapes but no data, as in an estimate of memory."""
     return isinstance(next(model.parameters()), FakeTensor)
 
 
 def _select_model_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs for the model: `inputs` without the entries that only the scorer reads."""
+    """Return the keyword arguments of the model: `inputs` without the entries that only `LogprobScorer` reads."""
     scorer_input_names = {"shift_labels", balance.SEQUENCE_INDEX_KEY, balance.NUM_SEQUENCES_KEY}
     scorer_input_names |= {"input_ids"} if "inputs_embeds" in inputs else set()
     return {name: value for name, value in inputs.items() if name not in scorer_input_names}
@@ -209,10 +213,10 @@ def _select_model_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _OutputHead:
-    """Output head of a language model: converts hidden states MH to logits MV."""
+    """Output head of a language model, which converts hidden states to logits."""
 
     module: nn.Module | None
-    """Output embedding of the model; None: the inputs of the head are logits already."""
+    """Output embedding of the model; None: the model itself computes logits, which the head returns unchanged."""
 
     transform_logits: Callable[[Tensor], Tensor]
 
@@ -221,8 +225,8 @@ class _OutputHead:
         return {n: p for n, p in self.module.named_parameters() if p.requires_grad} if self.module else {}
 
     def make_autocast_weights(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the matrices of the head by name, cast to the dtype of autocast; empty if no cast is needed. They are
-        cast once for all chunks, as leaves of the autograd graph."""
+        """Return copies of the output head's weight matrices, by name, in the autocast dtype `dtype`, as leaves of the
+        autograd graph; empty if no weight needs a cast. One set of copies serves all chunks of tokens."""
         if self.module is None or dtype is None:
             return {}
         return {
@@ -232,8 +236,9 @@ class _OutputHead:
         }
 
     def __call__(self, hidden_MH: Tensor, autocast_weights: dict[str, Tensor]) -> Tensor:
-        """Return the logits MV (M tokens, V vocabulary entries) of hidden states MH, computed with the matrices in
-        `autocast_weights`, or with the weights of the module if `autocast_weights` is empty."""
+        """Return the logits MV (M tokens, V vocabulary entries) of the hidden states `hidden_MH`, computed with
+        `autocast_weights`, the result of `make_autocast_weights`. If these are empty, the head's own weights are
+        used."""
         if self.module is None:
             return self.transform_logits(hidden_MH)
         if not autocast_weights:
@@ -243,7 +248,7 @@ class _OutputHead:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkScorer:
-    """Settings and formulas of `_ChunkedScoring`: outputs of a chunk, and gradient of the loss for its logits."""
+    """Settings and formulas with which `_ChunkedScoring` computes outputs and gradients of one chunk of tokens."""
 
     head: _OutputHead
     output_request: RequestedOutputs
@@ -253,18 +258,19 @@ class _ChunkScorer:
     """Number of token ids among which the K most likely ids are selected."""
     dtype: torch.dtype
     chunk_size: int
-    """Number M of tokens of a full chunk."""
+    """Number M of tokens whose logits are computed at once; the last chunk can have fewer."""
 
     @property
     def output_names(self) -> list[str]:
-        """Return the names of the outputs in the order of their computation."""
+        """Return the names of the outputs of a chunk of tokens, such as `logprobs`, in the order of
+        `compute_outputs`."""
         request = self.output_request
         top_names = ["top_logprobs", "top_ids"] * bool(self.num_top_ids)
         return ["logprobs", *["entropy"] * bool(request.entropy), *top_names, *["is_argmax"] * request.is_argmax]
 
     @property
     def differentiable_outputs(self) -> set[str]:
-        """Return the names of the outputs through which gradients flow."""
+        """Return the names of those outputs of a chunk of tokens through which gradients flow, such as `logprobs`."""
         constant_entropy = ["entropy"] * (self.output_request.entropy != "gradient")
         return set(self.output_names) - {"top_ids", "is_argmax", *constant_entropy}
 
@@ -272,12 +278,13 @@ class _ChunkScorer:
         return [slice(start, start + self.chunk_size) for start in range(0, num_tokens, self.chunk_size)]
 
     def compute_logits(self, hidden_MH: Tensor, autocast_weights: dict[str, Tensor]) -> Tensor:
-        """Return the logits of a chunk. The head runs on a padded length that is efficient for kernels."""
+        """Return the logits of a chunk of tokens from its hidden states, which are padded to a number of tokens that is
+        efficient for kernels."""
         logits_MV = self.head(pad_for_kernel(hidden_MH, -2), autocast_weights)
         return logits_MV if len(logits_MV) == len(hidden_MH) else logits_MV[: len(hidden_MH)]
 
     def scale_logits(self, logits_MV: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits MV of a chunk, divided by the temperature, and their logsumexp M1."""
+        """Return the logits of a chunk of M tokens, divided by the temperature, and their logsumexp, shape M1."""
         logits_MV = logits_MV.detach().to(self.dtype)
         if self.output_request.temperature != 1.0:
             logits_MV = logits_MV / self.output_request.temperature
@@ -286,7 +293,8 @@ class _ChunkScorer:
     def compute_outputs(
         self, logits_MV: Tensor, logsumexp_M1: Tensor, labels_M: Tensor, top_ids_MK: Tensor | None
     ) -> dict[str, Tensor]:
-        """Return the outputs of a chunk of tokens by name, from the results of `scale_logits`."""
+        """Return the outputs of a chunk of M tokens by name: log-probabilities of the tokens `labels_M` and other
+        requested outputs. The logits and their logsumexp are the results of `scale_logits`."""
         label_logits_M1 = logits_MV.gather(-1, labels_M.unsqueeze(-1))
         outputs = {"logprobs": (label_logits_M1 - logsumexp_M1).squeeze(-1)}
         if self.output_request.entropy:
@@ -308,7 +316,8 @@ class _ChunkScorer:
         output_gradients: dict[str, Tensor],
         top_ids_MK: Tensor | None,
     ) -> Tensor:
-        """Return the gradient of the loss with respect to the logits of a chunk, MV, from the gradients of the outputs.
+        """Return the gradient of the loss with respect to the logits of a chunk of M tokens, shape MV, from its
+        gradients with respect to the outputs, by name.
 
         With p the softmax and g the gradient of an output, the gradient is g (1[v = t] - p_v) for the
         log-probability of token t, and -g p_v (log p_v + E) for the entropy E.
@@ -333,7 +342,8 @@ class _ChunkScorer:
 
 
 class _ChunkedScoring(torch.autograd.Function):
-    """Autograd function for the outputs of a `_ChunkScorer`, chunk by chunk, so that logits are freed early."""
+    """Autograd function that computes log-probabilities and other outputs of tokens from hidden states. It processes
+    one chunk of tokens at a time, so that the logits of all tokens are never in memory together."""
 
     @staticmethod
     def forward(
@@ -403,7 +413,7 @@ class _ChunkedScoring(torch.autograd.Function):
 
 
 class _GradientAccumulator:
-    """Gradients of the hidden states and of the weights of the head, accumulated chunk by chunk."""
+    """Accumulator of the gradients of hidden states and output head, which adds one chunk of tokens at a time."""
 
     def __init__(
         self, chunk_scorer: _ChunkScorer, hidden_NH: Tensor, head_weights: Sequence[Tensor], dtype: torch.dtype | None
@@ -417,7 +427,8 @@ class _GradientAccumulator:
         self._has_many_chunks = len(hidden_NH) > chunk_scorer.chunk_size
 
     def compute_logits(self, chunk_slice: slice) -> Tensor:
-        """Return the logits of a chunk, and keep their autograd graph for `add_chunk_gradients`."""
+        """Return the logits of the chunk of tokens `chunk_slice`, and keep their autograd graph for
+        `add_chunk_gradients`."""
         self._current_chunk_slice = chunk_slice
         self._hidden_MH = self._hidden_NH[chunk_slice].detach().requires_grad_()
         with torch.enable_grad():
@@ -425,8 +436,9 @@ class _GradientAccumulator:
         return self._logits_MV
 
     def add_chunk_gradients(self, gradient_MV: Tensor) -> None:
-        """Add the gradients of the newest chunk of tokens to those of the hidden states and of the head; `gradient_MV`
-        is the gradient of the loss for the logits of the chunk: M tokens, V vocabulary entries."""
+        """Add the gradients of the chunk of tokens of the last `compute_logits` to those of the hidden states and of
+        the head; `gradient_MV` is the gradient of the loss for the logits of the chunk: M tokens, V vocabulary
+        entries."""
         self._hidden_gradient[self._current_chunk_slice], *weight_gradients = torch.autograd.grad(
             self._logits_MV, [self._hidden_MH, *self._tensors_with_grad], gradient_MV.to(self._logits_MV.dtype)
         )

@@ -18,7 +18,8 @@ _MAX_PROMPT_TOKENS = 512
 
 
 class SD3(DiffusionModel):
-    """Stable Diffusion 3; text inputs are token embeddings of three text encoders and the pooled output of two."""
+    """Stable Diffusion 3 and 3.5. The text inputs of the denoiser are the token embeddings of three text encoders and
+    the pooled outputs of two of them."""
 
     prompt_tokenizer = ("tokenizer_3", 0)
     text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")

@@ -12,7 +12,7 @@ from cosmos_core.models.base import LossFn, MicroBatchRunner, OutputSpec
 from cosmos_core.models.offload import activations_on_cpu
 
 ForwardFn = Callable[[Any, OutputSpec], dict[str, Tensor]]
-"""Function from a batch and the requested outputs to the outputs by name."""
+"""Function from a micro-batch and the requested outputs to the outputs of the model by name."""
 
 
 class SequentialRunner(MicroBatchRunner):
@@ -38,7 +38,7 @@ class SequentialRunner(MicroBatchRunner):
 
 @contextmanager
 def forward_context(train_config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Run forward passes in the block with the autocast and the activation offload that `train_config` sets."""
+    """Run forward passes in the `with` block with the autocast and the activation offload that `train_config` sets."""
     needs_autocast = train_config.param_dtype != train_config.master_dtype
     with (
         torch.autocast(device.type, dtype=getattr(torch, train_config.param_dtype), enabled=needs_autocast),

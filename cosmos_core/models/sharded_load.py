@@ -48,20 +48,22 @@ from cosmos_core.transient import is_machine_error
 logger = logging.getLogger(__name__)
 
 _ADAPTER_NAME_COMPONENTS = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
-"""Name components that an adapter inserts into the names of weights. Names in the files do not have them."""
+"""Pattern of the components that an adapter inserts into names of weights, and that names in a model's files lack."""
 
 _MAX_CHECKED_BYTES = 64 << 30
-"""Maximum total size of weight files whose values are checked before a run."""
+"""Maximum total size in bytes of a model's weight files; the values in larger files are not checked before a run."""
 _WEIGHT_FILE_SUFFIXES = (".safetensors", ".bin")
 
 _WeightTransform = WeightRenaming | WeightConverter
 _FileTensor = tuple[str, str, Any]
-"""Key of a tensor in the files, pattern of a transform that matches the key, and the tensor as a lazy slice."""
+"""Tuple of the key of a tensor in a model's files, the pattern of a weight conversion of transformers that matches the
+key, and the tensor as a lazy slice of its file."""
 
 
 @dataclass(frozen=True)
 class _TensorGroup:
-    """Group of tensors in the files that a transform converts together to one or several weights of the model."""
+    """Group of tensors in a model's files that a weight conversion of transformers turns into one or several
+    weights."""
 
     transform: _WeightTransform
     file_tensors: Sequence[_FileTensor]
@@ -109,8 +111,8 @@ def check_file_tensors(
     network: PreTrainedModel, model: str, revision: str | None = None, on_progress: Callable[[], None] = lambda: None
 ) -> str:
     """Compare the tensors in a local model folder with those of `network`, a model on the meta device, and check their
-    values. Raise ModelError if `load_model` or `load_shards` would fail. Return a notice if the files are too large to
-    read. `on_progress` is called after each group of tensors."""
+    values. Raise ModelError if `load_model` or `load_shards` would fail. Return a notice if the files are too large for
+    the check of values, otherwise an empty string. `on_progress` is called after each group of tensors."""
     if not Path(model).expanduser().is_dir():
         return ""
     paths, slicing_error = weight_files(model, revision)
@@ -127,7 +129,8 @@ def check_file_tensors(
 
 
 def _check_weight_values(network: PreTrainedModel, report_progress: Callable[[], None]) -> None:
-    """Check the values of all weights in a loading plan; tied weights stay in memory until they are compared."""
+    """Read all weights of `network`, a model on the meta device, from its files; raise ModelError if a value is not
+    finite or tied weights differ. Tied weights stay in memory until they are compared."""
     loading_plan, state_dict = _LOADING_PLANS.pop(network), network.state_dict(keep_vars=True)
     tensor_groups, tied_tensors = loading_plan.tensor_groups, dict[int, Tensor]()
     name_counts = Counter(id(state_dict[name]) for tensor_group in tensor_groups for name in tensor_group.shapes)
@@ -176,8 +179,9 @@ def _plan_loading(
     device: torch.device,
     weight_file_paths: list[str],
 ) -> str:
-    """Plan the reading of weight files in slices, and create the buffers of the model. Return the reason why the files
-    cannot be read in slices, or an empty string; raise ModelError if files or tensors are wrong."""
+    """Store a plan to read the weight files of `network` in slices, and create the buffers of this model. Return the
+    reason why the files cannot be read in slices, or an empty string; raise ModelError if files or tensors are
+    wrong."""
     if getattr(network.config, "quantization_config", None):
         return "its weights are quantized"
     is_float32 = make_float32_predicate(network, dtype)
@@ -217,8 +221,8 @@ def _plan_loading(
 def _group_file_tensors(
     network: PreTrainedModel, tensor_slices: Mapping[str, Any], model: str
 ) -> tuple[list[_TensorGroup], LoadStateDictInfo]:
-    """Return the groups of tensors in files that become weights, and the loading information of transformers. The
-    loading information lists missing and unexpected tensors, and tensors of another shape."""
+    """Return groups of the tensors in files that become weights together, and the loading information of transformers,
+    which lists missing and unexpected tensors, and tensors of another shape."""
     state_dict = network.state_dict()
     weight_conversions = get_model_conversion_mapping(network)
     weight_renamings = [conversion for conversion in weight_conversions if isinstance(conversion, WeightRenaming)]
@@ -265,7 +269,8 @@ def _convert_tensors(
     model: PreTrainedModel,
     loading_info: LoadStateDictInfo | None = None,
 ) -> dict[str, Tensor]:
-    """Convert tensors, or functions that read tensors of files, to weights; return the weights by name in the model."""
+    """Return the weights, by name in the model, that a weight conversion of transformers makes of `tensors`: tensors,
+    or functions that read tensors from files."""
     transform = copy.deepcopy(transform)
     for (key, pattern, _), tensor in zip(file_tensors, tensors, strict=True):
         transform.add_tensor(name, key, pattern, tensor)
@@ -276,8 +281,9 @@ def _convert_tensors(
 def _read_tensor_group(
     tensor_group: _TensorGroup, shards: Mapping[str, list[Tensor]], model: PreTrainedModel, loaded_tensors: set[Tensor]
 ) -> None:
-    """Read the file tensors of a group, and write the weights made of them to `shards`, this rank's tensors by name.
-    Tensors in `loaded_tensors` already have values, which are compared with the files instead."""
+    """Read the tensors of a group from the model's files, and write the converted weights to `shards`, this rank's
+    shards by name of the weight. Tensors in `loaded_tensors` already have values, which are compared with the files
+    instead."""
     local_tensors = {name: [t for t in shards.get(name, ()) if local_shard(t).numel()] for name in tensor_group.shapes}
     if not any(local_tensors.values()):
         return
@@ -316,8 +322,9 @@ def _is_expert_stack(tensor_group: _TensorGroup) -> bool:
 
 
 def _copy_shard(name: str, tensor: Tensor, full_tensor: Any, first_row: int, should_compare: bool) -> None:
-    """Copy this rank's shard of `full_tensor` to `tensor` or, if `should_compare`, compare them. `full_tensor` is a
-    tensor or a slice of a file; it begins with row `first_row` of the whole weight."""
+    """Copy this rank's shard of `full_tensor` to `tensor`. If `should_compare`, do not copy, but raise ModelError for
+    different values. `full_tensor` is a tensor or a slice of a file; it begins with row `first_row` of the whole
+    weight."""
     shard_slices = shard_bounds(tensor)
     if first_row:
         shard_slices = (slice(shard_slices[0].start - first_row, shard_slices[0].stop - first_row), *shard_slices[1:])

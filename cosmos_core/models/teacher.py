@@ -33,7 +33,8 @@ _TEACHER_TRAIN_SETTINGS = (
 
 def open_teacher(distillation_config: DistillationConfig, recipe: Recipe, policy_adapter: ModelAdapter) -> CausalLM:
     """Load the teacher model of a distillation, sharded over the mesh of the policy. Raise ModelError if the teacher
-    cannot be loaded, has other token ids than the policy, or does not support rows as long as the recipe's."""
+    cannot be loaded, has other token ids than the policy, or does not support rows of the length
+    `policy.model_max_length`."""
     tokenizer = policy_adapter.tokenizer
     check_vocabulary(distillation_config, tokenizer)
     teacher_train_config = make_teacher_train_config(distillation_config, recipe.train)
@@ -52,7 +53,8 @@ def open_teacher(distillation_config: DistillationConfig, recipe: Recipe, policy
 
 
 def check_teacher(distillation_config: DistillationConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Check a teacher as `open_teacher` does, but without its weights, and return its line for `cosmos check`."""
+    """Check a teacher as `open_teacher` does, but without its weights, and return the line about the teacher that
+    `cosmos check` prints."""
     check_vocabulary(distillation_config, tokenizer)
     with name_teacher_in_errors():
         config = load_config(distillation_config.model_name_or_path, distillation_config.model_revision)
@@ -62,7 +64,8 @@ def check_teacher(distillation_config: DistillationConfig, recipe: Recipe, token
 
 
 def check_vocabulary(distillation_config: DistillationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ModelError if a token of the policy has another id in the teacher, which may have additional tokens."""
+    """Raise ModelError if a token of the policy has another id in the teacher or none. The teacher can have more
+    tokens."""
     model = distillation_config.model_name_or_path
     with name_teacher_in_errors():
         teacher_ids = load_tokenizer(model, distillation_config.model_revision).get_vocab()
@@ -85,7 +88,7 @@ def make_teacher_train_config(distillation_config: DistillationConfig, train_con
 
 @contextmanager
 def name_teacher_in_errors() -> Iterator[None]:
-    """Replace the recipe key of the policy's model by the key of the teacher's model in error messages of the block."""
+    """In errors that the `with` block raises, replace the recipe key of the policy's model by the teacher's."""
     try:
         yield
     except (ModelError, ConfigError) as error:

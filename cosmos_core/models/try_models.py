@@ -30,7 +30,7 @@ from cosmos_core.models.model_files import locate_model, translate_load_errors
 from cosmos_core.models.pipeline_folder import MODEL_INDEX_FILE
 
 ResponseFn = Callable[[str, int], str]
-"""Function from a prompt and its number to the completion of a model, or to the name of the generated image file."""
+"""Function from a prompt and its number to the completion of a language model, or to the name of an image file."""
 
 
 def open_chat(model: str, max_tokens: int, temperature: float, device: torch.device, system_prompt: str) -> ResponseFn:

@@ -54,12 +54,13 @@ _PROBE_INPUT_SHAPE = (2, 16)
 _PROBE_TEXT = "Is 12 + 7 = 19?\n  Déjà vu: ½ · 東京 🙂"
 _LOAD_TIMEOUT_SECONDS = 3000
 _LOGIT_TOLERANCE = 1e-4
-"""Maximum difference of logits as a fraction of the largest logit. Both processes compute in float32 with the same
-weights, but on different devices the order of sums may differ."""
+"""Maximum difference, as a fraction of the largest logit, between the trainer's logits and those of the reloaded
+export. Both are computed in float32 with the same weights, but the order of sums can differ between devices."""
 _MERGE_TOLERANCE_BY_DTYPE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.1}
-"""Maximum difference of logits for a merged adapter, by dtype of the weights, which merging rounds once more."""
+"""Maximum difference between the logits with a merged and with a separate adapter, as a fraction of the largest logit,
+by dtype of the weights. Merging rounds the weights once more."""
 _MAX_MEMORY_FRACTION = 0.8
-"""Fraction of the free memory that copies of the model may use; the page cache of the files needs the rest."""
+"""Maximum fraction of the free memory for copies of the model; the page cache of the export's files needs the rest."""
 _MODEL_DESCRIPTIONS = {"reload": "reloaded model", "merge": "merged model", "adapter": "adapter on its base"}
 
 
@@ -68,7 +69,7 @@ class LogitsRequest(NamedTuple):
 
     input_ids_BT: np.ndarray
     dtype: torch.dtype
-    """Dtype in which the base model of an adapter is loaded; other models are loaded in float32."""
+    """Dtype in which the base model of an exported adapter is loaded; an exported model is loaded in float32."""
     attention_name: str
     num_threads: int
     first_layers: FirstLayers | None
@@ -177,7 +178,8 @@ def iterate_tensors(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
 def _check_adapter(
     model: PreTrainedModel, merged_BTV: Tensor, folder: Path, first_layers: FirstLayers | None, pool: ProcessPool
 ) -> list[str]:
-    """Check that merging changes the logits only by rounding, and that PEFT computes them from base and adapter."""
+    """Check that merging the adapter changes the logits only by rounding, and that PEFT computes the same logits from
+    the base model and the exported adapter in `folder`. Return texts about both checks; raise an error if one fails."""
     adapted_logits_BTV, merge_tolerance = _compute_trainer_logits(model, None), _MERGE_TOLERANCE_BY_DTYPE[model.dtype]
     tolerance = merge_tolerance if has_changed_base(model) else _LOGIT_TOLERANCE
     adapter_folder = folder / ADAPTER_FOLDER
@@ -191,8 +193,8 @@ def _check_adapter(
 def _compute_reloaded_logits(
     model: PreTrainedModel, folder: Path, first_layers: FirstLayers | None, pool: ProcessPool
 ) -> tuple[Tensor, list[object]]:
-    """Return the logits BTV that a fresh interpreter computes from an export with the attention of transformers instead
-    of packed attention, and a description of its tokenizer."""
+    """Return the logits BTV that a fresh interpreter computes from the exported model in `folder`, with the attention
+    of transformers instead of packed attention, and a description of the tokenizer in this folder."""
     attention_name = (model.config._attn_implementation or "sdpa").removeprefix("packed_")
     buffer_dtypes = {
         name: buffer.dtype
@@ -207,7 +209,7 @@ def _compute_reloaded_logits(
 
 
 def _make_probe_ids(model: PreTrainedModel) -> Tensor:
-    """Return random token ids BT, the same in each call."""
+    """Return the random token ids BT for which logits are compared, the same in each call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(model.config.get_text_config().vocab_size, _PROBE_INPUT_SHAPE, generator=generator)
 
@@ -220,7 +222,8 @@ def _compare_logits(
     first_layers: FirstLayers | None,
     logit_tolerance: float = _LOGIT_TOLERANCE,
 ) -> str:
-    """Return a text about a passed check; raise an error for a difference above `logit_tolerance` x largest logit."""
+    """Return a text about the passed check `check_name`; raise an error if the logits differ by more than
+    `logit_tolerance` times the largest logit."""
     layer_text = f" (first {first_layers.num_first_layers} of {first_layers.num_layers} layers)" if first_layers else ""
     if are_bits_equal(trainer_logits_BTV, reloaded_logits_BTV):
         return f"{check_name}{layer_text}: bit-identical"

@@ -128,8 +128,8 @@ def _generate_with_rounded_weights(family: DiffusionModel, model: Any, dtype: to
 
 @contextmanager
 def _round_weights(model: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Round the tensors of a model during the block, as diffusers does when it loads an export in `dtype`. diffusers
-    converts some modules back to float32, and does not change tensors that are in no file."""
+    """Round the tensors of a model during the `with` block, as diffusers does when it loads an export in `dtype`.
+    diffusers converts some modules back to float32, and does not change tensors that are in no file."""
     named_tensors = [*model.named_parameters(), *model.named_buffers()]
     original_tensor_state = {tensor: (tensor.data, tensor.requires_grad) for _, tensor in named_tensors}
     float32_module_names = set(getattr(model, "_keep_in_fp32_modules", None) or ())

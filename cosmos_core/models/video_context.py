@@ -27,12 +27,12 @@ from torch.nn import functional
 from cosmos_core.parallel.context import all_to_all
 
 TokenDimByArgument = Mapping[str, int]
-"""Index of the token dimension of each argument that has an entry per token, by name of the argument."""
+"""Index of the token dimension of each argument of a module that has an entry per token, by name of the argument."""
 
 
 class ClipSharding:
-    """Distribution of the tokens of the current clip over the ranks. Each block sets the distribution again, so that a
-    block that is recomputed in the backward pass uses the same distribution."""
+    """Distribution of the tokens of the current video clip over the ranks. Each transformer block sets it again, so
+    that a block that is recomputed in the backward pass uses the same distribution."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.num_ranks, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
@@ -50,12 +50,14 @@ class ClipSharding:
         return self.pad_tokens(local_tensor, token_dim, self.num_local_tokens)
 
     def token_mask(self, like_tensor: Tensor) -> Tensor:
-        """Return a mask N of this rank's tokens, 1 for tokens and 0 for padding, in the dtype of `like_tensor`."""
+        """Return a mask of this rank's N token positions, 1 for tokens and 0 for padding, in the dtype of
+        `like_tensor`."""
         position_N = self.rank * self.num_local_tokens + torch.arange(self.num_local_tokens, device=like_tensor.device)
         return (position_N < self.num_tokens).to(like_tensor.dtype)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks. Gradients are summed too, because a rank uses the result only for its tokens."""
+        """Return the sum of `tensor` over ranks. Gradients are summed too: a rank uses the sum only for its own
+        tokens."""
         return all_reduce(tensor, "sum", self.group)
 
     def add_border_frames(self, frames_BCFS: Tensor) -> Tensor:
@@ -83,8 +85,9 @@ def shard_blocks(
     prepare_arguments: Callable[[dict[str, Any]], None],
     token_dims_by_layer: Mapping[str, TokenDimByArgument],
 ) -> None:
-    """Make the blocks of a denoiser, which has `transformer_blocks` and as its last layer `proj_out`, process only this
-    rank's tokens. `prepare_arguments` changes the arguments of a block, by name, and sets `clip_sharding`.
+    """Make the transformer blocks of a denoiser process only this rank's tokens. The denoiser has the attributes
+    `transformer_blocks` and, as its last layer, `proj_out`. Before each block, `prepare_arguments` is called with the
+    arguments of the block, by name: it can change them, and sets `clip_sharding`.
 
     `token_dims` has the token dimension of each argument of a block, except `hidden_states`; `token_dims_by_layer` has
     that of each sharded argument of layers after the blocks, by name of the layer."""
@@ -217,7 +220,8 @@ def _register_argument_hook(module: nn.Module, change_arguments: Callable[[dict[
 
 
 class _ConcatenateOverRanks(torch.autograd.Function):
-    """Differentiable concatenation of the tokens of all ranks. All use the result alike: gradients are not summed."""
+    """Differentiable concatenation of the tokens of all ranks. Gradients are not summed over ranks, because every rank
+    computes the same from the result."""
 
     @staticmethod
     def forward(ctx: Any, tokens_BNC: Tensor, group: dist.ProcessGroup) -> Tensor:
