@@ -1,5 +1,5 @@
-"""Selection of the best step by validation metrics; `best.json` names it, and its checkpoint is kept even beyond the
-limit `max_keep` of checkpoints."""
+"""Selection of the best train step by validation metrics. The file `best.json` names that step, and its checkpoint is
+kept even beyond the limit `max_keep` of checkpoints."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 BEST_STEP_FILE = "best.json"
 _METRIC_DIRECTIONS = {"validation/reward": 1, "validation/loss": -1}
-"""1 if higher values of a metric are better, else -1, by name of the metric; the first metric has priority."""
+"""1 if higher values of a validation metric are better, else -1, by name of the metric; the first metric has
+priority."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,10 +42,10 @@ class LoadingInstructions(NamedTuple):
 
 
 def run(stage: Stage) -> Outcome:
-    """Export the upstream model, or the model of a checkpoint of the upstream training, in `train.param_dtype`,
-    verified, with a model card and, if the upstream stage trained an adapter, the adapter. Raise `ModelError` if it
-    cannot be loaded, `StageFailed` if the export does not equal the model or the disk is full, and `Preempted` if a
-    stop was requested before the verification."""
+    """Export the model of the upstream stage, or of a checkpoint of that stage, in the dtype `train.param_dtype`.
+    Verify the export, and add a model card and, if the upstream stage trained an adapter, the adapter. Raise
+    `ModelError` if the model cannot be loaded, `StageFailed` if the export does not equal the model or the disk is
+    full, and `Preempted` if a stop was requested before the verification."""
     if stage.recipe.policy.is_diffusers:  # import the modules for diffusion models only here
         return importlib.import_module("cosmos_core.checkpoint.export_diffusion").run(stage)
     if not stage.config.checkpoint:
@@ -90,8 +90,9 @@ def make_verified_outcome(
     *,
     has_adapter: bool,
 ) -> Outcome:
-    """Verify the export of step `step`, and return its outcome; raise the errors of `run`. `run_checks`
-    returns the names of its checks, and `copied_files` has the contents of copied adapter files by path."""
+    """Verify the export of step `step`, and return the stage's outcome; raise the errors of `run`. `run_checks`
+    compares the export with the model and returns the names of the checks that it made. `copied_files` has the expected
+    contents of the adapter files, by path in the export."""
     if stage.stop_requested:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
     passed_checks, folder = run_checks(), export_folder(step)
@@ -175,14 +176,15 @@ def describe_precision(stage: Stage) -> str:
 
 
 def _get_upstream_info(stage: Stage) -> Mapping[str, Any]:
-    """Return the recorded information about the upstream stage that made the model; empty for a base model."""
+    """Return the information that the run recorded about the upstream stage that made the model; empty for a base
+    model."""
     return stage.inputs.get(str(referenced_stage(stage.config.model)), {}).get("info", {})
 
 
 def adapter_files(stage: Stage) -> dict[str, bytes]:
-    """Return the content of the adapter files that the upstream stage exported, by path in the export; the adapter's
-    config names the base model by its public name instead of a local folder. Empty if no stage made the model, because
-    the base model of an adapter in its folder is unknown."""
+    """Return the content of the adapter files that the upstream stage exported, by path in this export. The adapter's
+    config is changed to name the base model by its public name instead of a local folder. Empty if there is no adapter,
+    or if no stage of the run made the model, because the base model of the adapter is then unknown."""
     is_made_by_stage = referenced_stage(stage.config.model) is not None
     adapter_paths = sorted(Path(stage.model, ADAPTER_FOLDER).glob("*")) if is_made_by_stage else []
     adapter_contents = {f"{ADAPTER_FOLDER}/{path.name}": path.read_bytes() for path in adapter_paths}
@@ -193,7 +195,8 @@ def adapter_files(stage: Stage) -> dict[str, bytes]:
 
 
 def license_files(stage: Stage) -> dict[str, bytes]:
-    """Return the content of the licence files of the base model by name; empty if it is in no local folder."""
+    """Return the content of the licence files of the base model by name; empty if the base model is in no local
+    folder."""
     base_files = sorted(_base_model_folder(stage).glob("*"))
     license_paths = [file for file in base_files if _LICENSE_FILE_REGEX.fullmatch(file.name) and file.is_file()]
     return {file.name: file.read_bytes() for file in license_paths}

@@ -18,7 +18,8 @@ from cosmos_core.types import Outcome
 
 
 def run(stage: Stage) -> Outcome:
-    """Export the upstream pipeline, or that of a checkpoint, as `export.run` exports a language model."""
+    """Export the diffusion pipeline that the upstream stage trained, or its state in a checkpoint, in the same steps in
+    which `export.run` exports a language model."""
     stage.progress.phase("load")
     policy = stage.recipe.policy
     if stage.config.checkpoint:

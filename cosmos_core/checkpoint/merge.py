@@ -38,8 +38,9 @@ _TASK_VECTOR_METHODS: Mapping[str, Callable[..., Tensor]] = {
 
 def run(stage: Stage) -> Outcome:
     """Merge the models of the upstream stages, and check that transformers knows each tensor of the merged model. Raise
-    `ConfigError` if `after` names fewer than two models or there is not one weight per model, `ModelError` if the
-    models differ in names or shapes of tensors, and `Preempted`, with nothing written, if a stop was requested."""
+    `ConfigError` if the stage's `after` names fewer than two models or there is not one weight per model, `ModelError`
+    if the models differ in names or shapes of tensors, and `Preempted`, with nothing written, if a stop was
+    requested."""
     config = stage.recipe.merge
     upstream_results = _get_upstream_results(stage)
     model_folders = [Path(result["path"]) / str(result["info"]["model"]) for result in upstream_results]
@@ -80,7 +81,7 @@ def run(stage: Stage) -> Outcome:
 
 
 class _TensorReader:
-    """The tensors of a model folder by name, read one at a time."""
+    """Reader of the tensors in a model folder, by name and one at a time."""
 
     def __init__(self, model: str, revision: str | None, exit_stack: ExitStack) -> None:
         self.model = model
@@ -113,8 +114,8 @@ class _TensorReader:
 
 
 def _open_base_model(stage: Stage, exit_stack: ExitStack) -> _TensorReader:
-    """Return the tensors of the base model. Pickled weights, of which no single tensor can be read, are converted to
-    safetensors first, in a folder that `exit_stack` removes."""
+    """Return a reader of the base model's tensors. Pickled weights, of which no single tensor can be read, are
+    converted to safetensors first, in a folder that `exit_stack` removes."""
     revision, converted_folder = stage.recipe.policy.model_revision, stage.path / "base"
     if not weight_files(stage.model, revision)[1]:
         return _TensorReader(stage.model, revision, exit_stack)
@@ -156,7 +157,8 @@ def combine_tensors(
 
 
 def _get_upstream_results(stage: Stage) -> list[dict[str, Any]]:
-    """Return the results of the stages whose models are merged: those in `after`, except that of the base model."""
+    """Return the results of the upstream stages whose models this stage merges: those that `after` names, except the
+    stage of the base model."""
     base_stage, stage_names = referenced_stage(stage.config.model), stage.config.after
     stage_results = [stage.inputs[n] for n in stage_names if n != base_stage and stage.inputs[n]["info"].get("model")]
     if len(stage_results) < 2:

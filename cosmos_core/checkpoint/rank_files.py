@@ -48,8 +48,8 @@ def select_owned_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Local
 
 
 def write_rank_files(folder: Path, tensors: Mapping[str, LocalTensor], extra_json: str) -> dict[str, dict[str, object]]:
-    """Write this rank's files to the disk; return size and digest of each file, by file name. `extra_json` is the
-    content of the JSON file; without `tensors` no safetensors file is written."""
+    """Write this rank's files of a checkpoint to the disk; return size and digest of each file, by file name.
+    `extra_json` is the content of the JSON file; without `tensors` no safetensors file is written."""
     rank = rank_number()
     folder.mkdir(parents=True, exist_ok=True)
     file_records = {json_file_name(rank): _write_file(folder / json_file_name(rank), [extra_json.encode()])}
@@ -63,7 +63,8 @@ def write_rank_files(folder: Path, tensors: Mapping[str, LocalTensor], extra_jso
 
 
 def json_file_name(rank: int) -> str:
-    """Return the name of the JSON file of a rank, with its state other than tensors, such as random generators."""
+    """Return the name of a rank's JSON file in a checkpoint. The file has the rank's state other than tensors, such as
+    random generators."""
     return f"extra_{rank}.json" if rank else FIRST_RANK_JSON_FILE
 
 

@@ -75,8 +75,9 @@ def read_manifest(policy_folder: Path) -> dict[str, Any]:
 
 
 def newest_complete_step(folder: Path, steps: Sequence[int], check_resume: Callable[[int], str | None]) -> int | None:
-    """Return the newest of `steps` whose checkpoint `check_resume` finds intact; the first rank logs a warning for
-    each newer one. Raise a `ModelError` if a checkpoint folder has pickled shards of Cosmos-RL, which are not read."""
+    """Return the newest of `steps` whose checkpoint `check_resume` finds intact; None if none is. The first rank logs a
+    warning for each newer checkpoint. Raise a `ModelError` if a checkpoint folder has pickled shards of Cosmos-RL,
+    which are not read."""
     for step in reversed(steps):
         if is_first_rank():
             refuse_pickled_shards(step_folder(folder, step) / "policy")
@@ -89,7 +90,8 @@ def newest_complete_step(folder: Path, steps: Sequence[int], check_resume: Calla
 
 
 def newest_complete_step_on_ranks(folder: Path, fingerprint: str, send_heartbeat: Callable[[], None]) -> int | None:
-    """Return the step of the newest intact checkpoint on every rank, as a collective; None: no intact checkpoint."""
+    """Return the step of the newest intact checkpoint, the same on all ranks; None: no checkpoint is intact. All ranks
+    call this function together, because it is a collective."""
     steps = broadcast_object(saved_steps(folder))
     check_resume = partial(resume_obstacle_on_ranks, folder, fingerprint=fingerprint, send_heartbeat=send_heartbeat)
     return newest_complete_step(folder, steps, check_resume)
@@ -98,8 +100,9 @@ def newest_complete_step_on_ranks(folder: Path, fingerprint: str, send_heartbeat
 def resume_obstacle_on_ranks(
     folder: Path, step: int, fingerprint: str | None, send_heartbeat: Callable[[], None]
 ) -> str | None:
-    """Return the result of `resume_obstacle` on every rank, as a collective. Every rank hashes only some of the files,
-    because a single rank would take longer than the timeout of a collective."""
+    """Return why training cannot resume from the checkpoint of a step, as `resume_obstacle` does, the same on all
+    ranks, which call this function together. Each rank hashes only some of the files, because a single rank would take
+    longer than the timeout of a collective."""
     reason = broadcast_object(resume_obstacle(folder, step, fingerprint, is_hashed=True) if is_first_rank() else None)
     policy_folder = step_folder(folder, step) / "policy"
     return reason or first_error_of_ranks(find_damaged_file(policy_folder, rank_number(), num_ranks(), send_heartbeat))
@@ -134,8 +137,8 @@ def check_checkpoint(policy_folder: Path) -> None:
 
 def load_checkpoint(policy_folder: Path, state: TrainState, send_heartbeat: Callable[[], None] = lambda: None) -> int:
     """Load the checkpoint in the folder `policy_folder` (`.../step_N/policy`) into `state` on every rank, and return
-    its step N. Its settings may differ from those of this run. Call `send_heartbeat` before each file is hashed. Raise
-    `ModelError` if the checkpoint is damaged, of another model, written by Cosmos-RL, or deleted meanwhile."""
+    its step N. The checkpoint can be of a run with other settings. Call `send_heartbeat` before each file is hashed.
+    Raise `ModelError` if the checkpoint is damaged, of another model, written by Cosmos-RL, or deleted meanwhile."""
     step = _read_step_number(policy_folder)
     refuse_pickled_shards(policy_folder)
     if obstacle := resume_obstacle_on_ranks(policy_folder.parent.parent, step, None, send_heartbeat):
@@ -165,8 +168,8 @@ def load_state(state: TrainState, policy_folder: Path) -> None:
 
 
 def _read_json_values(policy_folder: Path) -> dict[str, Any]:
-    """Return the JSON values that this rank saved. If the number of ranks has changed, return the first rank's values
-    without the states of its random generators."""
+    """Return the JSON values that this rank saved in a checkpoint. If the number of ranks has changed, return the first
+    rank's values without the states of its random generators."""
     num_saved_ranks, num_current_ranks = read_manifest(policy_folder).get("ranks", 1), num_ranks()
     file_name = json_file_name(rank_number() if num_saved_ranks == num_current_ranks else 0)
     # A verified digest shows that the file is undamaged, so parsing it needs no error handling.

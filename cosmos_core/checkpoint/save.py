@@ -36,7 +36,7 @@ from cosmos_core.run.files import replace_folder, write_json
 
 _UNFINISHED_FOLDER = re.compile(r"\.(step_\d+)\.(?:\d+|parts)\.(tmp|old)")
 _SLOWEST_RANK_TIMEOUT = timedelta(hours=6)
-"""Timeout of the collective in which ranks wait for the slowest rank to finish its files."""
+"""Timeout of the collective in which ranks wait for the slowest rank to finish its files of a checkpoint."""
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +81,10 @@ class Checkpointer:
                     shutil.rmtree(path, ignore_errors=True)
 
     def save(self, step: int, state: TrainState, best_step: BestStep | None = None) -> None:
-        """Save the training state after `step` steps, and write `best_step`, the best step so far, to `best.json`; its
-        checkpoint is kept. In asynchronous mode, return after the previous save has ended and the state is copied.
-        Raise `StageFailed` if this save, or the previous asynchronous one, failed because a disk is full or broken."""
+        """Save the training state after `step` steps. Also write `best_step`, the best step so far, to `best.json`; the
+        checkpoint of that step is not deleted. In asynchronous mode, return after the previous save has ended and the
+        state is copied. Raise `StageFailed` if this save, or the previous asynchronous one, failed because a disk is
+        full or broken."""
         self.wait()
         if is_first_rank():
             shutil.rmtree(self._temporary_folder(step), ignore_errors=True)
@@ -170,7 +171,7 @@ class Checkpointer:
             self._on_saved(step)
 
     def _copy_to_host(self, tensors: dict[str, LocalTensor]) -> dict[str, LocalTensor]:
-        """Return copies of the tensors in host memory; from a GPU they are made on a separate stream into pinned
+        """Return copies of the tensors in host memory. Copies from a GPU are made on a separate stream into pinned
         memory, which the next save reuses."""
         if self._stager is None:
             return {name: shard._replace(tensor=shard.tensor.to("cpu", copy=True)) for name, shard in tensors.items()}
@@ -201,8 +202,9 @@ class Checkpointer:
         return self._folder / f".step_{step}.parts.tmp"
 
     def _delete_old_checkpoints(self, newest_step: int, best_step: BestStep | None) -> None:
-        """Delete the oldest checkpoints beyond `max_keep`, except the best, if the new one of step `newest_step` is
-        complete. Checkpoints of later steps and of other configurations are neither counted nor deleted."""
+        """Delete the oldest checkpoints beyond `max_keep`, except that of the best step. Delete nothing if the new
+        checkpoint, of step `newest_step`, is not complete. Checkpoints of later steps and of other configurations are
+        neither counted nor deleted."""
         if self._max_keep == -1:
             return
         folders = {n: step_folder(self._folder, n) / "policy" for n in saved_steps(self._folder) if n <= newest_step}

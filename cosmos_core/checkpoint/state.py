@@ -50,10 +50,10 @@ class TrainState:
     weight_sets: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """Weight sets other than the policy's, by the name of the set ("ema", "old", "reference") and of the parameter."""
     feed: dict[str, Any] = field(default_factory=dict)
-    """State of the feed: nested dictionaries and lists of JSON values and tensors, equal on all ranks except DTensors.
-    """
+    """State of the feed, the source of training samples: nested dictionaries and lists of JSON values and tensors. It
+    is equal on all ranks except for the shards of DTensors."""
     algorithm: dict[str, Any] = field(default_factory=dict)
-    """State of the algorithm, of the same form as that of the feed."""
+    """State of the training algorithm, in the same form as `feed`."""
 
 
 def named_tensors(state: TrainState) -> dict[str, Tensor]:

@@ -12,7 +12,8 @@ from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, S
 
 
 class AestheticReward:
-    """Reward model with the score `aesthetic`, about 1 to 10; `options.predictor` is the file of the linear layers."""
+    """Reward model that returns the LAION aesthetic score of an image, about 1 to 10, as `aesthetic`.
+    `options.predictor` is the file of the linear layers that map the image's CLIP embedding to the score."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         predictor_path = str(settings.options.get("predictor") or "")
@@ -42,7 +43,8 @@ def aesthetic(to_be_evaluated: str, reference: str, *, media: Any, custom: Any) 
 
 
 def _load_linear_layers(path: Path, device: Any) -> list[tuple[Any, ...]]:
-    """Return the weight and the bias of each linear layer in the predictor's file, in order."""
+    """Return the weight and the bias of each linear layer in `path`, the file of the LAION aesthetic predictor, in
+    order."""
     import torch
     from safetensors.torch import load_file
 

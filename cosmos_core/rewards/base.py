@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 
 PENALTY_REWARDS = frozenset({"overlong"})
-"""Names of packaged rewards whose maximum is 0; all other rewards may reach 1."""
+"""Names of packaged reward functions that only subtract: their maximum is 0, whereas others can return 1."""
 
 RewardConfig: TypeAlias = "dict[str, float] | RemoteRewardConfig"
 """Reward functions with their weights, or the rewards of a remote service."""
@@ -107,7 +107,7 @@ def wait_for_result(awaitable: Awaitable[Any]) -> Any:
 
 
 def make_reward_request(group: Group, k: int) -> dict[str, Any]:
-    """Return the fields from which rewards score completion `k` of a group."""
+    """Return the fields of completion `k` of a group, such as its text and reference, that reward functions receive."""
     completion = group.completions[k]
     return {
         "to_be_evaluated": completion.text, "reference": group.prompt.reference, "prompt": group.prompt.text,
@@ -155,7 +155,8 @@ def metric_names(rewards: Iterable[str]) -> dict[str, str]:
 
 
 def _split_reward_name(reward: str) -> list[str]:
-    """Return the folders, module and function that name a user-defined reward; for a packaged reward, its name."""
+    """Return the parts of a reward's name in a recipe: folders, module and function for a user-defined reward; for a
+    packaged reward, the name as a whole."""
     if not registry.is_import_path(reward):
         return [reward]
     module_name, _, function_name = reward.rpartition(":")
@@ -228,9 +229,10 @@ def _to_finite_float(returned_number: Any, message_prefix: str) -> float:
 def full_reward(
     rewards: RewardConfig, data_source: str = "", metrics: Mapping[str, float] = MappingProxyType({})
 ) -> float | None:
-    """Return the reward of a completion for which every reward function returns 1 and no penalty applies; None if no
-    reward function distinguishes completions. `metrics` are the metrics of the completion's score; reward functions
-    without a metric do not count, unless `metrics` is empty. A function of negative weight adds its weighted metric."""
+    """Return the total reward of a completion for which each reward function of positive weight returns 1 and no
+    penalty applies; None if there is no such function. Unless `metrics`, the metrics of the completion's score, is
+    empty, functions without a metric in it do not count. A function of negative weight adds its metric times its
+    weight."""
     if not isinstance(rewards, dict):
         return rewards.compute_full_reward(metrics)
     metric_name_by_reward, weight_by_reward = metric_names(rewards), reward_weights_of_source(rewards, data_source)

@@ -39,7 +39,8 @@ _COMPLETION_PARAMETERS = ("to_be_evaluated", "completion", "solution_str")
 _PER_COMPLETION_PARAMETERS = {
     *_COMPLETION_PARAMETERS, "media", "turns", "num_tokens", "completion_ids", "finish_reason"
 }  # fmt: skip
-"""Parameters that differ between the completions of a prompt; a function needs at least one of them."""
+"""Parameters of reward functions that differ between the completions of a prompt. A reward function without any of them
+is refused."""
 _SINGLE_VALUE_PARAMETERS = ("max_tokens", "overlong", "judge_config", "custom", "metadata")
 """Parameters that stay single values even if the reward function takes lists for the completions of a prompt."""
 _SINGULAR_NAME_BY_PLURAL = {
@@ -77,7 +78,8 @@ class ParameterBinding:
 
     @property
     def takes_images(self) -> bool:
-        """Return True if the function declares `images`, which are not part of `**others`."""
+        """Return True if the reward function has a parameter `images`; `**others` does not receive the images of a
+        prompt."""
         return any(parameter.name == "images" for parameter in self.parameters)
 
     @property
@@ -153,7 +155,8 @@ def bind_parameters(name: str, reward_function: Callable[..., Any], *, passes_te
 
 
 def _get_argument(parameter_name: str, request_fields: RequestFields) -> Any:
-    """Return the argument for a known parameter name, or else the column of that name; raise KeyError without one."""
+    """Return the argument for a known parameter name of a reward function, or else the row's column of that name. Raise
+    `KeyError` if there is no such column."""
     row_columns = _row_columns(request_fields)
     if parameter_name in _COMPLETION_PARAMETERS:
         return request_fields["to_be_evaluated"]
@@ -176,7 +179,9 @@ def _get_argument(parameter_name: str, request_fields: RequestFields) -> Any:
 
 
 def _get_list_argument(name: str, group_requests: Sequence[RequestFields], passes_text: bool) -> Any:
-    """Return the argument for a parameter name and all completions of a prompt, usually a list."""
+    """Return the argument that a reward function receives as `name` when one call scores all completions of a prompt:
+    usually a list with one value per completion. With `passes_text`, completions are strings even if the prompt is a
+    list of messages."""
     row_columns = _row_columns(group_requests[0])
     if name in _SINGLE_VALUE_PARAMETERS:
         return _get_argument(name, group_requests[0])

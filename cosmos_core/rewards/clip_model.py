@@ -57,7 +57,8 @@ class ClipModel:
 
 
 def select_device(settings: RewardModelSettings) -> str:
-    """Return the device in the settings, or the CPU if that device is a GPU and CUDA is not available."""
+    """Return the device in the settings of a reward model, or the CPU if that device is a GPU and CUDA is not
+    available."""
     import torch
 
     return "cpu" if settings.device.startswith("cuda") and not torch.cuda.is_available() else settings.device

@@ -36,8 +36,9 @@ log = logging.getLogger(__name__)
 
 
 class CosmosReason1Reward:
-    """Reward model with the scores `no_score` (probability of "No"), `prediction` (Good or Bad), `yes_logit` and
-    `no_logit`; `options` has `system_prompt`, `question` and `tokens`, the maximum number of tokens of a video."""
+    """Reward model that asks Cosmos-Reason1 whether a video has artifacts. The scores are `no_score` (probability of
+    the reply "No"), `prediction` (Good or Bad), `yes_logit` and `no_logit`. `options` has `system_prompt`, `question`
+    and `tokens`, the maximum number of tokens of a video."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         require_packages("cosmos_reason1", "install torch and transformers", "torch", "transformers")

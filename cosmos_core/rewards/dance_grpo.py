@@ -25,7 +25,8 @@ _SCORE_KEY_BY_VIDEOALIGN_NAME = {"VQ": "vq_reward", "MQ": "mq_reward", "TA": "ta
 
 
 class DanceGrpoReward:
-    """Reward model with normalised scores: `vq_reward`, `mq_reward`, `ta_reward`, `overall_reward`."""
+    """Reward model with VideoAlign's normalised scores of a video: `vq_reward` (visual quality), `mq_reward` (motion
+    quality), `ta_reward` (text alignment) and `overall_reward`."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         require_packages("dance_grpo", _INSTALL_HINT, "torch", "av", "fastvideo")

@@ -46,16 +46,17 @@ class ServiceEndpoints:
     """Pairs of the enqueue URL and the fetch URL of each replica."""
     token: str = ""
     pins_replica: bool = True
-    """Whether to fetch the scores of a request from the replica that accepted it."""
+    """Whether to fetch the scores of a request from the replica that accepted it, which an HTTP header then names."""
 
     @property
     def auth_headers(self) -> dict[str, str]:
-        """Return the headers that authenticate requests."""
+        """Return the HTTP headers that authenticate requests at the reward service; empty without a token."""
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
 
 def read_service_endpoints(environment_variables: Mapping[str, str] = os.environ) -> ServiceEndpoints:
-    """Return the endpoints in environment variables with comma-separated URLs; raise `RewardError` for a wrong one."""
+    """Return the endpoints of the reward service from environment variables, whose URLs are comma-separated. Raise
+    `RewardError` if a URL or the token is invalid, or the numbers of enqueue URLs and fetch URLs differ."""
     enqueue_urls, fetch_urls = (
         [url for url_entry in environment_variables.get(name, "").split(",") if (url := url_entry.strip())]
         for name in (ENQUEUE_URL_VARIABLE, FETCH_URL_VARIABLE)
@@ -96,7 +97,8 @@ def _normalise_url(variable_name: str, url: str) -> str:
 
 
 def ping(endpoints: ServiceEndpoints, reward_names: Sequence[str]) -> None:
-    """Raise `RewardError` if a replica does not respond, refuses the token, or does not serve the rewards."""
+    """Raise `RewardError` if a replica of the reward service does not respond, refuses the token, or does not serve a
+    reward of `reward_names`."""
     form_data = {"info_data": json.dumps({"reward_fn": dict.fromkeys(reward_names, 1.0)})}
     ping_route, tls_context = PING_PATH.rpartition("/")[2], make_tls_verify()
     for enqueue_url, _ in endpoints.replica_urls:
@@ -142,8 +144,9 @@ class ServiceRequest:
         self._pause_seconds = _MIN_PAUSE_SECONDS
 
     async def fetch_results(self, request_body: bytes, reward_names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the service's response for each reward, with an error in the responses that were missing at the
-        deadline. Raise `MissingScoresError` if all were missing, and `RewardError` if the service refuses a request."""
+        """Return the reward service's response for each of `reward_names`. A response that is missing at the deadline
+        is replaced by an error. Raise `MissingScoresError` if all are missing, and `RewardError` if the service refuses
+        a request."""
         idempotency_key, result_by_reward = str(uuid.uuid4()), dict[str, dict[str, Any]]()
         enqueue_pause_seconds = _MIN_PAUSE_SECONDS
         try:
@@ -221,7 +224,8 @@ class ServiceRequest:
             await self._pause_before_retry(response, failure_reason)
 
     async def _post_or_pause(self, url: str, timeout_seconds: float, **post_arguments: Any) -> httpx.Response | None:
-        """Post a request and return the response; if the service does not respond, pause and return None."""
+        """Post a request and return the response. If the service does not respond, pause and return None, so that the
+        caller retries."""
         seconds_left = max(0.1, self._deadline - time.monotonic())
         try:
             # The timeout of httpx restarts with each received byte, so asyncio limits the whole exchange.

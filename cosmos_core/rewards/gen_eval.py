@@ -25,7 +25,7 @@ _COCO_NAME_BY_GENEVAL_NAME = {"computer mouse": "mouse", "tv remote": "remote", 
 _CONFIDENCE_THRESHOLD, _COUNTING_CONFIDENCE_THRESHOLD, _MAX_OBJECTS_PER_CLASS = 0.3, 0.9, 16
 _OVERLAP_MARGIN_FRACTION = 0.1
 _SCORE_OF_OTHER_TAGS = -10.0
-"""Score in `gen_eval_group` for each tag that is not the tag of the item, as in Cosmos-RL."""
+"""Score that an item gets in `gen_eval_group` under each GenEval tag other than its own, as in Cosmos-RL."""
 
 
 @dataclass
@@ -38,9 +38,10 @@ class Detection:
 
 
 class GenEvalReward:
-    """Reward model with the scores `gen_eval_score` (fraction of requests that the image meets), `gen_eval_reward` (1
-    if all requested objects are present), `gen_eval_strict` (1 if their counts are also exact), and `gen_eval_group`
-    (the reward under the tag of the row, -10 under other tags). `options.clip` is the CLIP model for colours."""
+    """Reward model that checks whether an image shows the objects that its prompt requests. The scores are
+    `gen_eval_score` (fraction of the requests that the image meets), `gen_eval_reward` (1 if all requested objects are
+    present), `gen_eval_strict` (1 if their counts are also exact), and `gen_eval_group` (`gen_eval_reward` under the
+    tag of the row, -10 under other tags). `options.clip` is the CLIP model that classifies colours."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         install_hint = "pip install 'cosmos-posttrain[gen-eval]' (see pyproject.toml)"
@@ -142,8 +143,8 @@ def has_requested_objects(
 def strict_score(
     object_requests: ObjectRequests, objects: ObjectsByClass, colors: ColorsByClass, *, ignores_extra: bool = False
 ) -> tuple[float, bool]:
-    """Return the fraction of the requests that are met, with partial credit, and whether all are met exactly. With
-    `ignores_extra`, only as many of the most confident objects of a class count as were requested."""
+    """Return the fraction of the object requests that an image meets, with partial credit, and whether it meets all
+    exactly. With `ignores_extra`, only as many of the most confident objects of a class count as were requested."""
     matches_by_request: list[Sequence[Detection] | None] = []
     partial_scores: list[float] = []
     for object_request in object_requests:
@@ -169,8 +170,8 @@ def _has_requested_relation(
     position: Sequence[Any],
     matches_by_request: Sequence[Sequence[Detection] | None],
 ) -> bool:
-    """Return True if each object is in the requested position relative to each object that matches an earlier request;
-    `position` has the relation and the index of that request."""
+    """Return True if each of `matched_objects` is in the requested position relative to each object that matches an
+    earlier request. `position` has the spatial relation and the index of that earlier request."""
     relation, anchor_request_index = position
     anchor_objects = matches_by_request[anchor_request_index]
     return anchor_objects is not None and all(

@@ -12,8 +12,9 @@ _INSTALL_HINT = "install hpsv3 in its own environment and name that in venv_pyth
 
 
 class Hpsv3Reward:
-    """Reward model with the score `hpsv3`, the predicted mean. If `options.sigma` is true, it also returns the
-    predicted standard deviation as `hpsv3_sigma`; `options.config_path` is a config of the package `hpsv3`."""
+    """Reward model with the score `hpsv3`: HPS v3 predicts the mean and the standard deviation of human preference for
+    an image, and the score is the mean. If `options.sigma` is true, the standard deviation is returned as
+    `hpsv3_sigma`; `options.config_path` is a config of the package `hpsv3`."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         require_packages("hpsv3", _INSTALL_HINT, "torch", "hpsv3")

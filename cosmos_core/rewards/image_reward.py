@@ -25,13 +25,13 @@ _PIXEL_MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 _PIXEL_STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
 _MAX_TEXT_TOKENS = 35
 _HEAD_DIM = 64
-"""Dimension of each attention head, in BERT and in the ViT."""
+"""Dimension of each attention head in ImageReward's text encoder (BERT) and image encoder (ViT)."""
 _VISION_PARAMETER_NAMES = {
     "cls_token": "embeddings.class_embedding", "pos_embed": "embeddings.position_embedding",
     "patch_embed.proj": "embeddings.patch_embedding", "blocks": "encoder.layers", "norm1": "layer_norm1",
     "norm2": "layer_norm2", "attn.qkv": "self_attn.qkv", "attn.proj": "self_attn.projection",
 }  # fmt: skip
-"""Parameter names in the checkpoint, and the corresponding names in transformers."""
+"""Parameter names of the image encoder in an ImageReward checkpoint, and the corresponding names in transformers."""
 
 
 class ImageRewardReward:
@@ -79,7 +79,8 @@ class ImageRewardReward:
 
 
 def _build_modules(state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Return the image encoder, the text encoder and the linear layers of a checkpoint, sized by its tensors."""
+    """Return the image encoder, the text encoder and the linear layers of an ImageReward checkpoint. Their sizes are
+    taken from its tensors."""
     import torch
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 

@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image
 
 DEFAULT_FPS = 16.0
-"""Frames per second of a video whose row has no `video_fps`."""
+"""Frames per second of a video whose data row has no column `video_fps`."""
 
 
 def to_frames(media: Any, max_frames: int = 0) -> list[Image.Image]:

@@ -23,9 +23,9 @@ _REPLY_FORMAT = '\n\nReply with JSON: {{"reason": one sentence, "score": a whole
 async def judge(
     prompts: Sequence[Any], completions: Sequence[Any], reference: Sequence[Any], judge_config: Mapping[str, Any]
 ) -> list[tuple[float, dict[str, float]] | ValueError]:
-    """Return for each completion the judge's score divided by `highest_score`, and as metrics the numbers of tokens, 0
-    if the judge's reply was in the cache. For a reply without a score, and for a server that refuses the request or
-    cannot be reached after several attempts, return a `ValueError`."""
+    """Return for each completion the judge's score divided by `highest_score`, and as metrics the numbers of tokens
+    that the judge read and wrote, 0 if its reply was in the cache. The result is a `ValueError` if the reply has no
+    score, or if the judge's server refuses the request or cannot be reached after several attempts."""
     api_key = os.environ.get(judge_config["key_env"]) or "none"
     async with AsyncOpenAI(base_url=judge_config["endpoint"], api_key=api_key, max_retries=_MAX_RETRIES) as client:
         template_fields = [

@@ -21,13 +21,15 @@ _MAX_FRAMES = 4
 
 
 class OcrReward:
-    """Reward model with the score `ocr_reward`; the reward of a video is the mean over four frames."""
+    """Reward model with the score `ocr_reward`, the fraction of the expected text that an image shows; for a video, the
+    mean over four frames."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         _load_ocr_engine()
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
-        """Return the score of each item; an item without an expected text has no score."""
+        """Return the score of each item; an item without a reference and without a text in quotes in its prompt has no
+        score."""
         self.errors = [""] * len(items)
         scores: list[float | None] = []
         for i, item in enumerate(items):

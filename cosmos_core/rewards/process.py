@@ -25,12 +25,12 @@ from cosmos_core.observe.logs import configure_logging
 from cosmos_core.parent import kill_with_parent
 
 START_TIMEOUT_SECONDS = 120.0
-"""Timeout in seconds for the start of a process, including imports; a user module may import a large package."""
+"""Timeout in seconds for the start of a worker process, including imports; a user module may import a large package."""
 _WAIT_INTERVAL_SECONDS = 1.0
 
 _EXIT_PAUSE_SECONDS = 0.1
-"""Pause in seconds after a process has ended, in which pebble reads its last acknowledgement; without the pause, the
-call would fail only at its deadline."""
+"""Pause in seconds after a worker process has ended, so that pebble reads the last acknowledgement from it. Without the
+pause, the call in that process would fail only at its deadline."""
 
 
 class WorkerPool(ABC):
@@ -38,12 +38,13 @@ class WorkerPool(ABC):
 
     _num_workers: int
     _environment_names: tuple[str, ...]
-    """Names of the environment variables that the processes see in addition to standard ones."""
+    """Names of the environment variables that the worker processes see in addition to standard ones."""
     _pool: ProcessPool | None = None
 
     @abstractmethod
     def _start_pool(self) -> ProcessPool:
-        """Start a pool of processes and wait until one of the processes has loaded its code."""
+        """Start a pool of worker processes, and wait until one of them has loaded the user code or models that it
+        needs."""
 
     def __enter__(self) -> Self:
         self._start_pool()
@@ -53,7 +54,7 @@ class WorkerPool(ABC):
         self.close()
 
     def close(self) -> None:
-        """Kill the processes and all of their child processes."""
+        """Kill the worker processes and all of their child processes."""
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()
@@ -183,7 +184,7 @@ def wait_for_futures(futures: Iterable[Future[Any]], max_idle_seconds: float, on
 
 
 def describe_exit(exit_error: BrokenProcessPool | ProcessExpired) -> str:
-    """Return a description of how a process has ended."""
+    """Return a description, for error messages, of how a worker process has ended."""
     if isinstance(exit_error, BrokenProcessPool):
         return "its process ended"
     if exit_error.exitcode < 0:

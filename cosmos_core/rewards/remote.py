@@ -151,7 +151,8 @@ class RemoteRewards:
                 _record_scores(reward_function, metric_name, result_by_function[reward_function.name], batch_scores)
 
     def _encode_body(self, requests: Sequence[Mapping[str, Any]]) -> bytes:
-        """Return the HTTP body of a batch: images of shape B, H, W, C, videos or latents of B, C, T, H, W, or texts."""
+        """Return the HTTP body that requests the scores of a batch: images of shape B, H, W, C, videos or latents of B,
+        C, T, H, W, or texts."""
         media: list[Any] = [request.get("media") for request in requests]
         # Send positive weights, because the service skips functions whose weight is not above 0.
         sent_weights = {item.name: item.weight if item.weight > 0 else 1.0 for item in self._config.reward_fns}
@@ -206,7 +207,8 @@ def _record_metrics(
 def _record_scores(
     reward: RewardFunctionConfig, metric_name: str, response: Mapping[str, Any], batch: Sequence[_CompletionScores]
 ) -> None:
-    """Record the score, or the error, for each completion; raise RewardError if the response lacks the score key."""
+    """Record the score of a reward function, or the error, for each completion of a batch. Raise `RewardError` if the
+    response of the service lacks the configured score key of `reward`."""
     score_columns, errors = response.get("scores"), response.get("errors")
     if not isinstance(score_columns, dict) or not score_columns:
         error = response.get("error")

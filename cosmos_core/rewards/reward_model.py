@@ -55,7 +55,7 @@ class RewardModelSettings:
 
 
 class Scorer(Protocol):
-    """Interface of an object that scores batches of items."""
+    """Interface of reward models, which score batches of items."""
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         """Return the scores of all items by the name of the score; image rewards score the middle frame of a video."""
@@ -121,8 +121,9 @@ def load_scorer(name: str, import_path: str, settings: RewardModelSettings) -> S
 
 
 def replace_nonfinite(score_columns: ScoreColumns, num_items: int) -> tuple[ScoreColumns, list[str]]:
-    """Return the columns with None for numbers that are not finite, and the reason for each item without a score. Raise
-    `ValueError` if the length of a column is not the number of items."""
+    """Return the score columns with None for numbers that are not finite, and for each item a text that names such a
+    number of the item; empty if all are finite. Raise `ValueError` if the length of a column is not the number of
+    items."""
     errors = [""] * num_items
     return {key: _nonfinite_to_none(key, column, num_items, errors) for key, column in score_columns.items()}, errors
 

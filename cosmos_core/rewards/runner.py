@@ -42,17 +42,19 @@ log = logging.getLogger(__name__)
 _LOAD_SECONDS = 900.0  # maximum number of seconds to load the rewards, which may first download their models
 _MAX_BROKEN_POOLS = 3  # maximum number of broken pools per call of `score`; an idle process that dies breaks its pool
 _MAX_TIMEOUTS = 4
-"""Number of calls of a reward, per process, that may time out before its other calls are cancelled."""
+"""Number of calls of a reward function, per worker process, after which its other calls are cancelled if all of these
+timed out."""
 
 
 class _RewardResult(NamedTuple):
-    """Result of one reward for one completion; if value and error are missing, the reward does not apply to the row."""
+    """Result of one reward function for one completion; without `raw_score` and `error`, the function does not apply to
+    the data row of the completion."""
 
     raw_score: float | None = None
     metrics: Mapping[str, float] = {}
     error: str = ""
     is_permanent_error: bool = False
-    """Whether the reward function raised an error that is not transient, unlike errors of networks and memory."""
+    """Whether the reward function raised an error that a retry cannot fix, unlike errors of networks and memory."""
 
 
 class _RewardCall(NamedTuple):
@@ -108,15 +110,15 @@ class RewardRunner(WorkerPool):
         return [ScoredGroup(*each) for each in zip(groups, self._score_requests(requests, data_sources), strict=True)]
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """Return one score per request, in order. A request has `to_be_evaluated`, `reference`, and may have
+        """Return one score per request, in order. A request has `to_be_evaluated`, `reference` and optionally some of
         `base.REWARD_PARAMETERS`; requests are scored independently, as if each had its own prompt."""
         return [score for (score,) in self._score_requests([[request] for request in requests])]
 
     def _score_requests(
         self, request_groups: Sequence[Sequence[Mapping[str, Any]]], data_sources: Sequence[str] = ()
     ) -> list[tuple[Score, ...]]:
-        """Return one tuple of scores per prompt, with one score for each request of a completion; `data_sources` are
-        the data sets of the prompts."""
+        """Return one tuple of scores per prompt. `request_groups` has, for each prompt, one request per completion;
+        `data_sources`, the names of the prompts' data sets, select the reward weights of each prompt."""
         reward_calls = []
         get_weights = partial(reward_weights_of_source, self._reward_weights)
         weights_by_group = list(map(get_weights, data_sources or [""] * len(request_groups)))
@@ -257,7 +259,8 @@ def _start_worker(
 
 
 def _load_rewards(reward_names: Sequence[str]) -> tuple[set[str], set[str]]:
-    """Load the rewards with their models. Return the names of those that take lists, and of those that take images."""
+    """Load the rewards with their models. Return the names of those that take all completions of a prompt as lists, and
+    the names of those that take the images of a prompt."""
     binding_by_reward = {name: _load_cached_reward(name).binding for name in reward_names}
     group_reward_names = {name for name, binding in binding_by_reward.items() if binding.takes_whole_group}
     image_reward_names = {name for name, binding in binding_by_reward.items() if binding.takes_images}

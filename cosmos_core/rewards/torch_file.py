@@ -115,7 +115,7 @@ def _parse_tensor(pickle_bytes: bytes) -> tuple[_StorageReference, int, tuple[in
 
 
 def _interpret_pickle(pickle_bytes: bytes) -> Any:
-    """Return the result of pickle opcodes, with names and calls represented as data."""
+    """Return the object that pickle opcodes describe; names and calls in them become data, and nothing is executed."""
     pickle_stack: list[Any] = []
     pickle_memo: dict[Any, Any] = {}
     for opcode, opcode_argument, _ in pickletools.genops(pickle_bytes):

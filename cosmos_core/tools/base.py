@@ -1,4 +1,4 @@
-"""Tools: user functions marked with `@tool` that the policy may call, and the text format of a tool call.
+"""Tools: user functions marked with `@tool` that the policy can call, and the text format of a tool call.
 
     @tool
     def add(a: int, b: int) -> int:
@@ -33,7 +33,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def tool(function: FunctionT) -> FunctionT:
-    """Mark a function, which may be `async def`, as a tool that a policy may call."""
+    """Mark a function, which may be `async def`, as a tool that a policy can call."""
     setattr(function, _TOOL_ATTRIBUTE, True)
     return function
 

@@ -1,7 +1,7 @@
 """Calls of tools in worker processes that can be killed, so that no tool can hang, crash or end a run.
 
 If a tool raises, ends its process or misses the deadline, the policy receives the text of the error. The call is never
-retried, because it may have had side effects. The worker processes are like those of rewards (`rewards/process.py`):
+retried, because it can have had side effects. The worker processes are like those of rewards (`rewards/process.py`):
 spawned, without torch, each in its own process group, with an environment without secrets.
 """
 
@@ -38,7 +38,7 @@ _MAX_BROKEN_POOLS = 3  # maximum number of process pools for a list of calls; a 
 
 class ToolRunner(WorkerPool):
     """Pool of worker processes that call tools by the names of their functions. `timeout_seconds` is the deadline of
-    each call. The processes see standard environment variables and those in `variable_names`. Only one thread may use
+    each call. The processes see standard environment variables and those in `variable_names`. Only one thread can use
     the runner at a time. Its context manager raises `ConfigError` if a tool cannot be imported or is not marked with
     `@tool`, and `StageFailed` if a process ended while it loaded the tools."""
 
@@ -59,7 +59,7 @@ class ToolRunner(WorkerPool):
 
     def schemas(self) -> list[dict[str, Any]]:
         """Return the JSON schema of each tool, which the chat template renders into the prompt. Raise `ConfigError` if
-        a signature lacks types, or a docstring lacks descriptions."""
+        the signature of a tool lacks types, or its docstring lacks descriptions."""
         return self._call_in_pool(_make_tool_schemas) if self._paths else []
 
     def run_tool_calls(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
@@ -125,8 +125,8 @@ def _make_error_result(error_text: str) -> ToolResult:
 
 
 def _start_worker(tool_paths: Sequence[str], variable_names: Sequence[str], parent_pid: int) -> None:
-    """Initialise a worker process and import the user's tools. It ignores errors, because the tools are imported again
-    before the first call, which reports them."""
+    """Initialise a worker process and import the user's tools. Errors are ignored here, because the tools are imported
+    again before the first call, which reports the errors."""
     init_worker(variable_names, parent_pid)
     with suppress(ConfigError):
         _load_tools(tool_paths)
@@ -158,7 +158,8 @@ def _make_tool_schemas(tool_paths: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _encode_object(value: object) -> str:
-    """Return the text of an object that a tool returned; raise TypeError if it is an address, as of an image."""
+    """Return the text of an object that a tool returned. Raise `TypeError` if the text only has the object's memory
+    address, as for an image."""
     if re.fullmatch("<.* at 0x[0-9a-fA-F]+>+", text := str(value), re.DOTALL):
         raise TypeError(f"it returned an object of type {type(value).__name__}, which is neither text nor JSON")
     return text

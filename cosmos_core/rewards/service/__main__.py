@@ -23,7 +23,7 @@ log = logging.getLogger("cosmos.rewards")
 
 
 def main() -> int:
-    """Serve requests until a signal, or with `--self-test` test each reward; return the exit code."""
+    """Run the reward service until a signal ends it, or with `--self-test` test each reward; return the exit code."""
     parser = argparse.ArgumentParser(prog="cosmos reward-service", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--host")
@@ -46,7 +46,8 @@ def main() -> int:
 
 
 async def serve(config: ServiceConfig, ready_file: Path | None = None) -> int:
-    """Serve requests until a signal, then finish the accepted requests."""
+    """Run the HTTP server of the reward service until a signal, then finish the accepted requests; return the exit
+    code."""
     token = config.read_token()
     for setting in config.ineffective_settings:
         log.warning("%s has no effect in this service", setting)
@@ -91,7 +92,8 @@ def _announce_url(server: uvicorn.Server, config: ServiceConfig, ready_file: Pat
 
 
 class _Server(uvicorn.Server):
-    """Server that continues after a signal until the accepted requests are finished; a second signal ends it."""
+    """HTTP server of the reward service. After a signal it continues until the accepted requests are finished; a second
+    signal ends it at once."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
         super().__init__(config)

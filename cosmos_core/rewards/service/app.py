@@ -33,7 +33,7 @@ from cosmos_core.rewards.service.engine import CapacityExceededError, Engine, Sh
 _MAX_FORM_BYTES = 2**20
 _BODY_TIMEOUT_SECONDS = 120.0
 _BODY_READ_SCOPE_KEY = "cosmos.is_read"
-"""Key that is set in the ASGI scope of a request after its body was read to the end."""
+"""Key that the reward service sets in the ASGI scope of a request after it has read the body to the end."""
 _UUID_PATTERN = re.compile(r"[0-9a-fA-F-]{1,64}")
 _REWARD_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _METRIC_DESCRIPTIONS: dict[Any, dict[str, str]] = {
@@ -72,7 +72,7 @@ class HttpInterface:
         return fastapi_app
 
     async def enqueue(self, request: Request) -> Response:
-        """Accept a request and return its uuid."""
+        """Accept a request to score a batch, and return the uuid under which its scores can be fetched."""
         idempotency_key = request.headers.get(IDEMPOTENCY_HEADER, "")
         if idempotency_key and not _is_uuid(idempotency_key):
             raise ProtocolError(
@@ -88,7 +88,7 @@ class HttpInterface:
         return JSONResponse({"uuid": request_id} | replica_field)
 
     async def pull(self, request: Request) -> Response:
-        """Return the scores of one reward, or status 400 if they are not ready."""
+        """Return the scores of one reward for an accepted request, or status 400 if they are not ready."""
         form_fields = await _read_form(request)
         key, reward_name = form_fields.get("uuid", ""), form_fields.get("type", "")
         if reward_name and not _REWARD_NAME_PATTERN.fullmatch(reward_name):
@@ -120,7 +120,8 @@ class HttpInterface:
         return JSONResponse({"message": "Ping request received"})
 
     async def latent_attr(self, request: Request) -> Response:
-        """Return status 200 if the service can decode latents with the attributes in the request, otherwise 400."""
+        """Return status 200 if the service can decode latents with the attributes in the request, otherwise 400; 422 if
+        the attributes are no JSON object."""
         form_fields, latent_attributes = await _read_form(request), None
         with suppress(ValueError, RecursionError):
             latent_attributes = json.loads(form_fields.get("fields", ""))
@@ -139,7 +140,7 @@ class HttpInterface:
         return JSONResponse(health_report, 200 if service_state in {"ok", "degraded"} else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Return metrics in Prometheus' text format."""
+        """Return the metrics of the reward service in Prometheus' text format."""
         return PlainTextResponse(generate_latest(self.metric_registry), media_type="text/plain; version=0.0.4")
 
     async def status_page(self, request: Request) -> Response:
@@ -147,7 +148,7 @@ class HttpInterface:
         return HTMLResponse(page.render_page(self.engine, self.response_counts), headers=page.RESPONSE_HEADERS)
 
     def collect(self) -> Any:
-        """Yield the metrics; prometheus_client calls this method."""
+        """Yield the metrics of the reward service; prometheus_client calls this method."""
         engine = self.engine
         values_by_reward = {
             reward: {"queue": len(pool.queue), "in_flight": pool.num_in_flight, "ready": pool.num_ready_processes}
@@ -194,7 +195,8 @@ class HttpInterface:
         return authenticated_handler
 
     def _is_authenticated(self, request: Request) -> bool:
-        """Return True if the request has the token; the comparison takes constant time."""
+        """Return True if the request has the token of the service, or the service needs none; the comparison takes
+        constant time."""
         if not self._token:
             return True
         auth_scheme, _, auth_credentials = request.headers.get("Authorization", "").partition(" ")
@@ -224,7 +226,7 @@ def _refuse(http_status: int, message: str, retry_after: int = 0) -> Response:
 
 
 def _is_uuid(uuid_text: str) -> bool:
-    """Return True if a key is a uuid of the variant in RFC 9562; simple patterns such as all zeros are not."""
+    """Return True if a text is a uuid of the variant in RFC 9562; simple patterns such as all zeros are not."""
     try:
         return str(parsed_uuid := uuid.UUID(uuid_text)) == uuid_text.lower() and parsed_uuid.variant == uuid.RFC_4122
     except ValueError:
@@ -242,7 +244,8 @@ def _parse_content_length(request: Request, max_bytes: int) -> int:
 
 
 async def _read_body(request: Request, content_length: int) -> bytearray:
-    """Return the body of a request; raise ClientDisconnect if it is incomplete, HTTPException if too long or late."""
+    """Return the body of a request. Raise `ClientDisconnect` if it is incomplete, and `HTTPException` if it is longer
+    than `content_length` or arrives too late."""
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_TIMEOUT_SECONDS + content_length / 2**20):
@@ -259,7 +262,8 @@ async def _read_body(request: Request, content_length: int) -> bytearray:
 
 
 async def _read_form(request: Request) -> dict[str, str]:
-    """Return the text fields of a form; raise HTTPException if the body is no form, or is too large."""
+    """Return the text fields of the form in a request's body; raise `HTTPException` if the body is no form, or is too
+    large."""
     form_body = await _read_body(request, _parse_content_length(request, _MAX_FORM_BYTES))
 
     async def receive() -> dict[str, Any]:

@@ -35,7 +35,7 @@ class RewardArgs(Table):
     model_path: str = ""
     """Folder or Hub name of the model; empty: the default of the reward."""
     download_path: str = ""
-    """Folder of other files that the reward reads."""
+    """Folder with further files of the reward, for example a checkpoint if `model_path` is empty."""
     dtype: str = "float16"
     """Dtype of the weights of the reward's model."""
     device: str = "cuda"
@@ -65,12 +65,12 @@ class RewardArgs(Table):
 
     @property
     def python_interpreter(self) -> str:
-        """Return the Python interpreter of the reward's processes."""
+        """Return the Python interpreter that runs the worker processes of this reward."""
         return sys.executable if self.venv_python in {"", "python"} else self.venv_python
 
     @property
     def process_devices(self) -> tuple[str, ...]:
-        """Return the device of each process."""
+        """Return the devices of this reward; the service starts one worker process for each."""
         return self.devices or (self.device,)
 
 
@@ -116,8 +116,9 @@ class ServiceConfig(Table):
     redis_port: Port = 6379
     """Port of the Redis server, used if `queue` is "redis"."""
     replica_id: str = ""
-    """Name of this replica, with which clients fetch their scores from it and, with queue = "redis", it finds its
-    requests after a restart. Empty: the value of `LEPTON_REPLICA_ID`; without it, clients receive no name."""
+    """Name of this server if the reward service has several replicas. The name directs clients that fetch scores to the
+    replica that accepted their request; with queue = "redis", the replica resumes the requests under its name after a
+    restart. Empty: the value of `LEPTON_REPLICA_ID`; without it, clients receive no name."""
     max_body_bytes: PositiveInt = 256 * 2**20
     """Maximum size of a request in bytes."""
     max_pending_bytes: PositiveInt = 2**30
@@ -129,9 +130,10 @@ class ServiceConfig(Table):
     max_results: PositiveInt = 100_000
     """Maximum number of scores in memory; the oldest are dropped first."""
     batch_seconds: NonNegativeFloat = 0.005
-    """Seconds for which an incomplete batch waits for more items."""
+    """Seconds for which an incomplete batch waits for items of further requests."""
     attempts: PositiveInt = 5
-    """Maximum number of attempts of a request whose process dies or hangs, after which it fails."""
+    """Maximum number of attempts to score a request whose worker process dies or hangs; after the last one the request
+    fails."""
     drain_seconds: PositiveFloat = 60.0
     """Maximum seconds after SIGTERM to finish accepted requests and to wait until clients have fetched the scores."""
     reward_args: Annotated[tuple[RewardArgs, ...], Field(strict=False)] = ()
@@ -151,7 +153,7 @@ class ServiceConfig(Table):
 
     @property
     def rewards(self) -> list[RewardArgs]:
-        """Return the rewards that are served."""
+        """Return the tables `[[reward_args]]` of the rewards that the service serves, those with `enable`."""
         return [reward for reward in self.reward_args if reward.enable]
 
     @property
@@ -194,7 +196,8 @@ class ServiceConfig(Table):
 
 
 def read_config(config_file: Path, **overrides: Any) -> ServiceConfig:
-    """Return the configuration in a file, with those `overrides` that are not None; raise `ConfigError` if invalid."""
+    """Return the configuration of the reward service in a file, with each keyword argument that is not None in place of
+    the setting of that name. Raise `ConfigError` if the configuration is invalid."""
     settings = {**read_toml(config_file), **{key: value for key, value in overrides.items() if value is not None}}
     config = parse_table(ServiceConfig, settings, error_prefix=str(config_file))
     if not config.rewards:
@@ -209,6 +212,7 @@ def read_config(config_file: Path, **overrides: Any) -> ServiceConfig:
 
 
 def _to_absolute_path(path: str, config_file: Path) -> str:
-    """Return the absolute path of a file in the current folder or that of the configuration; unchanged if missing."""
+    """Return the absolute path of a file or folder that exists relative to the current folder or to the folder of
+    `config_file`. Return `path` unchanged if it exists in neither, because it is then empty or a name on the Hub."""
     existing_paths = [existing_path(path, folder) for folder in (Path.cwd(), config_file.parent)] if path else []
     return str(next((existing.absolute() for existing in existing_paths if existing), path))

@@ -15,7 +15,7 @@ _MAX_DISCARD_SECONDS, _MAX_DISCARDED_BYTES, _READ_TIMEOUT_SECONDS = 30.0, 2**30,
 
 
 class ConnectionWithTimeout(H11Protocol):
-    """Connection that closes if no request arrives in time."""
+    """HTTP connection that closes if the head of a request does not arrive in time."""
 
     request_head_timeout_seconds = 10.0
     """Seconds after which a connection without a complete request head is closed."""
@@ -37,7 +37,8 @@ class ConnectionWithTimeout(H11Protocol):
         self._cancel_timeout()
 
     def _update_timeout(self) -> None:
-        """Start the timeout for a request head, or cancel it during a request; further bytes do not restart it."""
+        """Start the timeout for receiving a request head unless it is running, so that further bytes do not extend it.
+        Cancel it while a request is processed."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._cancel_timeout()
         elif self._timeout_handle is None:
@@ -58,7 +59,8 @@ class RefusalResponse(Response):
         self.raw_headers = response.raw_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response at once, and end it after the request body; ASGI prescribes the signature."""
+        """Send the response at once, and end it after the body of the request was read; ASGI prescribes the
+        signature."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         deadline, num_bytes_left = time.monotonic() + _MAX_DISCARD_SECONDS, _MAX_DISCARDED_BYTES

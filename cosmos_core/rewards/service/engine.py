@@ -65,7 +65,8 @@ class Engine:
 
     async def start(self) -> None:
         """Load every reward, then resume unfinished requests of an earlier process of the service. Raise `RewardError`
-        if a reward cannot be loaded, and `StageFailed` if a process was killed or timed out, or the store fails."""
+        if a reward cannot be loaded. Raise `StageFailed` if a worker process is killed or times out while it loads, or
+        the store of requests cannot be reached."""
         for reward in self.config.rewards:
             self.pools[reward.reward_type] = RewardPool(self.process_settings(reward), self._store_result)
         if self.config.vae_path:
@@ -93,7 +94,7 @@ class Engine:
         self.is_ready = True
 
     async def close(self) -> None:
-        """Kill all worker processes and close the store."""
+        """Kill the worker processes of all rewards, and close the store of requests and scores."""
         for pool in (*self.pools.values(), *filter(None, [self.decoder])):
             if not pool.loaded_future.cancel() and not pool.loaded_future.cancelled():
                 # Retrieve the exception, because otherwise asyncio logs that it was never retrieved.
@@ -102,7 +103,8 @@ class Engine:
         await self.store.close()
 
     async def drain(self) -> None:
-        """Refuse new requests; for up to `drain_seconds`, finish accepted ones and let clients fetch scores in RAM."""
+        """Refuse new requests. For up to `drain_seconds`, finish the accepted ones and let clients fetch scores that
+        are only in memory."""
         self.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_seconds):
@@ -112,7 +114,8 @@ class Engine:
 
     @contextlib.contextmanager
     def reserve_capacity(self, num_body_bytes: int) -> Iterator[None]:
-        """Reserve capacity for a request during the block; raise `CapacityExceededError` or `ShutdownError`."""
+        """Reserve capacity for a request during the `with` block. Raise `CapacityExceededError` if too many requests or
+        bytes are pending, and `ShutdownError` if the service is shutting down."""
         if self.is_draining:
             raise ShutdownError
         is_only_request = not self.pending_bytes  # accept a request above the size limit if no other request is pending
@@ -225,7 +228,8 @@ class Engine:
         self._submit_request(request)
 
     async def _store_result(self, job: RewardJob, result: dict[str, Any], scoring_seconds: float) -> None:
-        """Store the result of one reward; while the store is not reachable, retry instead of dropping the result."""
+        """Store the result of one reward for a request; while the store is not reachable, retry instead of dropping the
+        result."""
         request, name = job.request, job.name
         response: dict[str, Any] = {
             "scores": result.get("scores"), "input_info": request.input_info, "duration": f"{scoring_seconds:.2f}",
@@ -260,7 +264,7 @@ class Engine:
             retry_pause_seconds = min(2 * retry_pause_seconds, 5.0)
 
     def process_settings(self, reward: RewardArgs) -> ProcessSettings:
-        """Return the settings with which the processes of a reward are started."""
+        """Return the settings with which the worker processes of `reward` are started."""
         api_key = reward.endpoint_api_key
         settings = reward.model_dump(include={"model_path", "download_path", "dtype", "endpoint_url", "options"})
         settings["endpoint_api_key"] = os.environ.get(api_key[1:], "") if api_key.startswith("$") else api_key

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RewardJob:
-    """Request that waits to be scored by one reward or to be decoded."""
+    """Request that waits to be scored by one reward, or to have its latents decoded."""
 
     request: ScoreRequest
     name: str = ""
@@ -53,10 +53,11 @@ class RewardJob:
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """Settings with which the processes of one reward are started."""
+    """Settings with which the worker processes of one reward are started."""
 
     start_message: Mapping[str, Any]
-    """Name (empty: the decoder of latents), user code (`entry`) and settings of the reward, other than its device."""
+    """First message to a worker process: name of the reward (empty: the decoder of latents), user code (`entry`) and
+    settings other than the device."""
     reward: RewardArgs
     batch_seconds: float
     max_attempts: int
@@ -79,8 +80,8 @@ ResultCallback = Callable[[RewardJob, dict[str, Any], float], Awaitable[None]]
 
 
 class ProcessError(Exception):
-    """Error of a process of a reward that ended, hung or could not load. With `is_transient` a retry may help; with
-    `is_killed` a signal killed the process, so that a retry may help too."""
+    """Error of a reward's worker process that ended, hung or could not load the reward. `is_transient`: whether a retry
+    can help, as it can if a signal killed the process (`is_killed`)."""
 
     def __init__(self, error_message: str, *, is_transient: bool = False, is_killed: bool = False) -> None:
         super().__init__(error_message)
@@ -99,19 +100,19 @@ class RewardPool:
         self.num_in_flight = 0
         self.loaded_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.model_properties: Mapping[str, Any] = {}
-        """Properties of the model that a process reports after loading."""
+        """Properties of the loaded model, as reported by a worker process, such as `latent_channels` of a VAE."""
         process_devices = settings.reward.process_devices
         self._num_load_attempts_left = settings.max_attempts * len(process_devices)
         self._has_queued_jobs = asyncio.Event()
         self._process_tasks = [asyncio.create_task(self._keep_process_running(device)) for device in process_devices]
 
     def submit(self, job: RewardJob) -> None:
-        """Queue a request for the next batch."""
+        """Queue a request, which a worker process of this reward takes with its next batch."""
         self.queue.append(job)
         self._has_queued_jobs.set()
 
     async def close(self) -> None:
-        """Kill all processes of the reward."""
+        """Kill all worker processes of this reward."""
         for process_task in self._process_tasks:
             process_task.cancel()
         await asyncio.gather(*self._process_tasks, return_exceptions=True)
@@ -194,7 +195,8 @@ class RewardPool:
             await self._on_result(job, {"error": error_text, "is_lost": True}, 0.0)
 
     async def _next_batch(self, process: RewardProcess) -> list[RewardJob]:
-        """Wait for the next batch: several requests, or a single request that is retried."""
+        """Wait until requests are queued, and return the next batch for `process`: several requests, or a single
+        request that is retried. Raise `ProcessError` if the process ends meanwhile."""
         jobs: list[RewardJob] = []
         while not jobs:
             while not self.queue:
@@ -227,7 +229,8 @@ class RewardProcess:
         self.model_properties: Mapping[str, Any] = {}
 
     async def start(self) -> None:
-        """Start the process and wait until it has loaded; raise `ProcessError` if it could not start or load."""
+        """Start the worker process and wait until it has loaded its reward; raise `ProcessError` if it cannot start or
+        load."""
         start_message, reward_args = self._settings.start_message, self._settings.reward
         process_environment = environment_for_user_code(reward_args.env) | {"PYTHONUNBUFFERED": "1"}
         if reward_args.tmp_dir:
@@ -247,7 +250,8 @@ class RewardProcess:
         self.is_ready, self.model_properties = True, reply_header
 
     async def score(self, jobs: Sequence[RewardJob]) -> tuple[dict[str, Any], list[np.ndarray]]:
-        """Return the process's reply and arrays for a batch; raise `ProcessError` if the process ended or timed out."""
+        """Let the worker process score or decode a batch of requests. Return its reply with the scores, and the arrays
+        of decoded videos. Raise `ProcessError` if the process ended or timed out."""
         self._batch_number += 1
         jobs_fields = [job.request.fields | {"media": job.request.media_type} for job in jobs]
         message_header = {"id": self._batch_number, "jobs": jobs_fields}
@@ -260,7 +264,7 @@ class RewardProcess:
         return reply, result_arrays
 
     async def wait_while_running(self, awaitable: Any) -> None:
-        """Wait for an awaitable, unless the process ends first. Raise `ProcessError` if the process ended."""
+        """Wait for an awaitable while the worker process runs; raise `ProcessError` if the process ends first."""
         assert self._process is not None
         wait_tasks = [asyncio.ensure_future(awaitable), asyncio.ensure_future(self._process.wait())]
         try:
@@ -272,7 +276,7 @@ class RewardProcess:
             raise self._describe_exit()
 
     async def kill(self) -> None:
-        """Kill the process and all its child processes."""
+        """Kill the worker process and all its child processes."""
         if self._process is None:
             return
         kill_group(self._process.pid, has_ended=self._process.returncode is not None)

@@ -19,13 +19,13 @@ _MAX_REQUEST_ITEMS = 65536
 
 @dataclass
 class ScoreRequest:
-    """Batch of items and the names of the rewards to compute."""
+    """Request to a reward service: a batch of items, and the names of the rewards that score it."""
 
     uuid: str
     fields: dict[str, Any]
     array: np.ndarray
     media_type: str
-    """Type of the array: `image`, `video` (pixels), `latent`, or `text`."""
+    """Type of the items in `array`: `image`, `video` (pixels), `latent`, or `text`."""
     reward_names: tuple[str, ...]
     num_bytes: int
     input_info: dict[str, Any]
@@ -42,7 +42,8 @@ class ScoreRequest:
 
 
 def parse_request(uuid: str, body: bytes | bytearray, served_rewards: Container[str]) -> ScoreRequest:
-    """Return the request in a body; raise `ProtocolError` if it is invalid, or names a reward that is not served."""
+    """Return the request in an HTTP body; raise `ProtocolError` if it is invalid, or names a reward that is not
+    served."""
     fields, array = decode_request(body)
     prompts = fields.get("prompts")
     fields["prompts"] = prompts = [prompts] if isinstance(prompts, str) else prompts
@@ -84,7 +85,8 @@ def _parse_reward_names(json_fields: Mapping[str, Any], served_rewards: Containe
 
 
 def _parse_media_type(json_fields: Mapping[str, Any], array: np.ndarray) -> str:
-    """Return the type of the array; clients of Cosmos-RL may send latents as `video`."""
+    """Return the media type of a request's array: `image`, `video`, `latent` or `text`. An array that Cosmos-RL's
+    clients declare as `video` is `latent` if it has other than 3 channels."""
     media_type = json_fields.get("media_type") or "video"
     if not isinstance(media_type, str) or media_type.lower() not in {"image", "video", "latent", "text"}:
         raise ProtocolError("media_type must be image, video, latent or text")
@@ -112,7 +114,7 @@ def _parse_media_type(json_fields: Mapping[str, Any], array: np.ndarray) -> str:
 
 
 def _describe_input(media_type: str, array: np.ndarray, json_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the description of the input in the format of Cosmos-RL's service."""
+    """Return a description of a request's array (shape, dtype, range) in the format of Cosmos-RL's service."""
     input_shape, float_values, dtype_name = list(array.shape), array, f"torch.{array.dtype.name}"
     if media_type == "text":
         return {"shape": input_shape, "dtype": dtype_name}

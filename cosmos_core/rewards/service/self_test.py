@@ -31,7 +31,8 @@ _REASONING_GYM_ROW = {"reasoning_gym": {"generator": "chain_sum", "arguments": {
 
 
 async def self_test(config: ServiceConfig) -> int:
-    """Load each reward in turn, score test inputs, and print one line per reward; return the exit code."""
+    """Load each reward of the service in turn, score test inputs with it, and print one line per reward; return the
+    exit code."""
     num_failed_rewards = 0
     for reward_args in config.rewards:
         result_text = await _test_reward(reward_args.reward_type, Engine(config).process_settings(reward_args))

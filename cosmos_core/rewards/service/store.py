@@ -20,7 +20,8 @@ class MemoryStore:
         self._num_scores_by_uuid: dict[str, int] = {}
 
     async def accept_request(self, uuid: str, body: bytes) -> None:
-        """Record an accepted request until `finish_request` is called for it."""
+        """Record that the service accepted the request `uuid`, which counts as unfinished until `finish_request` is
+        called."""
         self._unfinished_uuids.add(uuid)
 
     async def has_request(self, uuid: str) -> bool:
@@ -32,7 +33,7 @@ class MemoryStore:
         return uuid in self._unfinished_uuids
 
     async def put(self, uuid: str, reward_name: str, scores_json: str) -> None:
-        """Store the scores of one reward as JSON text; existing scores are kept."""
+        """Store the scores of one reward for the request `uuid` as JSON text; scores that exist already are kept."""
         if (uuid, reward_name) in self._scores:
             return
         self._scores[uuid, reward_name] = time.monotonic() + self._retention_seconds, scores_json
@@ -42,14 +43,14 @@ class MemoryStore:
         self._remove_expired()
 
     async def get(self, uuid: str, reward_name: str) -> str | None:
-        """Return the scores of one reward; None if they are missing."""
+        """Return the scores of one reward for the request `uuid` as JSON text; None if they are missing."""
         self._remove_expired()
         self._unfetched_score_keys.discard((uuid, reward_name))
         expiry_and_scores = self._scores.get((uuid, reward_name))
         return expiry_and_scores[1] if expiry_and_scores else None
 
     async def finish_request(self, uuid: str) -> None:
-        """Remove an accepted request whose scores are all stored."""
+        """Record that the request `uuid` is finished, because the scores of all its rewards are stored."""
         self._unfinished_uuids.discard(uuid)
 
     async def unfinished_requests(self) -> list[tuple[str, bytes]]:

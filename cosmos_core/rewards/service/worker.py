@@ -29,7 +29,8 @@ _INFO_KEY_BY_REQUEST_FIELD = {
 
 
 def main() -> None:
-    """Load the reward, report that it is ready, and score batches until the end of standard input."""
+    """Load the reward that the first message names, report that it is ready, and score batches until the end of
+    standard input."""
     kill_with_parent(os.getppid())
     ignore_job_signals()  # after SIGTERM, the service still needs this process for the accepted requests
     input_stream, output_stream = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def read_message(input_stream: BinaryIO) -> tuple[dict[str, Any], list[np.ndarray]] | None:
-    """Return the header and the arrays of the next message; None at the end of the input."""
+    """Return the header and the arrays of the next message of the reward service; None at the end of the input."""
     header_line = input_stream.readline()
     if not header_line.endswith(b"\n"):
         return None
@@ -89,13 +90,14 @@ def read_message(input_stream: BinaryIO) -> tuple[dict[str, Any], list[np.ndarra
 
 
 def encode_header(message_header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
-    """Return the line of JSON with which a message with a header and arrays begins."""
+    """Return the first line of a message between service and worker process: the header as JSON, with shapes and dtypes
+    of the arrays that follow it."""
     array_headers = [(list(array.shape), array.dtype.str) for array in arrays]
     return json.dumps({**message_header, "arrays": array_headers}).encode() + b"\n"
 
 
 def write_message(output_stream: BinaryIO, message_header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
-    """Write a message with a header and arrays."""
+    """Write a message between service and worker process: a header as a line of JSON, then the bytes of the arrays."""
     output_stream.write(encode_header(message_header, arrays))
     for array in arrays:
         output_stream.write(np.ascontiguousarray(array).data)
@@ -122,7 +124,7 @@ def _slice_columns(columns: Mapping[str, Any], item_slice: slice) -> dict[str, A
 
 
 def make_items(job: Mapping[str, Any], media_array: np.ndarray) -> list[RewardInput]:
-    """Return the inputs of the reward model for a request, from its fields and its array."""
+    """Return the inputs of a reward model for the items of a request, from the request's fields and its array."""
     items = []
     for i, prompt in enumerate(job["prompts"]):
         text_fields = {key: job[name][i] for name, key in _INPUT_FIELD_BY_REQUEST_FIELD.items() if name in job}
