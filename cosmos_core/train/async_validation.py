@@ -37,7 +37,7 @@ class AsyncValidation:
         self._completion_validation, self._engine_fleet = completion_validation, engine_fleet
         self._send_missing_weights, self._send_heartbeat = send_missing_weights, send_heartbeat
         self.step: int | None = None
-        """Number of the step that is being validated; None: no validation is running."""
+        """Train step whose weights are being validated; None: no validation is running."""
         self.on_validation_end: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
         """Function called on every rank with the step and the metrics when a validation has ended."""
         self._done_event = threading.Event()

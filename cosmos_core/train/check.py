@@ -136,8 +136,8 @@ def _make_meta_model(model: str, revision: str | None, dtype: str) -> PreTrained
 def _check_row_counts(
     train: TrainConfig, group_size: int, num_rows: int, statistics_by_split: Mapping[str, Any], report_lines: list[str]
 ) -> dict[str, JsonValue]:
-    """Append a message about unused rows to `report_lines`. Return errors about missing rows by key of the report;
-    they matter only if a later stage trains or validates on the rows."""
+    """Append a message about unused rows to `report_lines`. Return messages about missing rows, by their key in the
+    report; they are errors only if a later stage trains or validates on the rows."""
     row_errors: dict[str, JsonValue] = {}
     if "validation" not in statistics_by_split:
         row_errors["no_held_out"] = f"no row is held out; {HELD_OUT_REMEDY}"
@@ -187,7 +187,8 @@ def _check_parallelism(model: PreTrainedModel, parallelism: ParallelismConfig) -
 
 
 def check_teacher_parallelism(model_name: str, revision: str | None, dtype: str, mesh: ParallelismConfig) -> None:
-    """Check that the mesh of a training with several ranks can split the teacher model."""
+    """If the mesh of a training has several ranks, check that the layers of the teacher model can be split over
+    them."""
     if mesh.world_size > 1:
         with name_teacher_in_errors():
             _check_parallelism(_make_model_without_weights(model_name, revision, dtype, mesh), mesh)
@@ -284,7 +285,8 @@ def _check_reward_service(service_config_file: str, reward_names: list[str]) -> 
 
 
 def _group_splits_by_rewards(stage: StageContext) -> list[tuple[RewardConfig, list[str]]]:
-    """Return each local or remote reward of a stage with the splits whose completions it scores."""
+    """Return each different setting of rewards (local functions or a service) of a stage, with the names of the splits
+    whose completions it scores."""
     rewards_and_splits = [(stage.recipe.training_rewards, "train")] if stage.kind.completes_prompts else []
     rewards_and_splits += [(stage.recipe.held_out_rewards, "validation")] if stage.measures_held_out_rows else []
     rewards_and_splits_by_key: dict[str, tuple[RewardConfig, list[str]]] = {}
@@ -298,7 +300,8 @@ def _check_tools(
     multi_turn_config: MultiTurnRolloutConfig, tokenizer: PreTrainedTokenizerBase, model: str, revision: str | None,
     prompts_by_split: Mapping[str, Any],
 ) -> list[str]:  # fmt: skip
-    """Load the tools that the policy may call, and check that the chat template can render the results of tools."""
+    """Load the tools that the policy may call, and check that the chat template can render their results. Return a
+    report line with the names of the tools; empty if the recipe enables none."""
     if not multi_turn_config.enable or not multi_turn_config.enable_tools:
         return []
     ToolResultTokens(tokenizer, make_prompt_rendering(multi_turn_config), read_stop_tokens(model, revision, tokenizer))

@@ -30,7 +30,7 @@ _EXAMPLE_COMPLETION = "2 + 2 = 4, so it is \\boxed{4}."
 
 
 def read_first_prompts(data_folder: Path) -> dict[str, JsonValue]:
-    """Return the first prompts of each split of prepared rows, as JSON objects."""
+    """Return the first prompts of each split of the prepared rows in `data_folder`, as JSON objects by split name."""
     prompts_by_split: dict[str, JsonValue] = {}
     for split_name in SPLIT_NAMES:
         if (prompts := find_prompts(data_folder, split_name)) is not None:
@@ -89,7 +89,8 @@ def _describe_missing_scores(reward: str, metric_name: str, scored_groups: Seque
 
 
 def read_checked_prompts(stage_folder: Path, data_folder: Path | None) -> dict[str, Any]:
-    """Return the first prompts of each split: those that another stage's check wrote, or those of prepared rows."""
+    """Return the first prompts of each split, by split name: those that the check of another stage has written to
+    `stage_folder` or, if there are none, those of the prepared rows in `data_folder`."""
     if (prompts_file := stage_folder / CHECKED_PROMPTS_FILE).exists():
         prompts_by_split: dict[str, Any] = json.loads(prompts_file.read_text(encoding="utf-8"))
         return prompts_by_split

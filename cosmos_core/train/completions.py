@@ -78,7 +78,8 @@ class CompletionLog:
         self._remove_old_files(step)
 
     def _remove_old_files(self, step: int) -> None:
-        """Delete the files of steps after `step`, written before the run was resumed, and files beyond the limits."""
+        """Delete logged files of steps after `step`, which were written before the run was resumed from an earlier
+        step, and the oldest files beyond the maximum number of steps or size."""
         num_kept_steps = image_bytes = 0
         for file in sorted(self._log_folder.glob("step_*.jsonl"), reverse=True):
             if int(file.stem[5:]) <= step and num_kept_steps < _MAX_LOGGED_STEPS:

@@ -25,7 +25,8 @@ from cosmos_core.types import FlowSampling, Sampling
 
 
 def evaluation_sampling(diffusers_config: DiffusersConfig) -> FlowSampling:
-    """Return the sampling settings for held-out prompts: a solver without added noise, and the inference size."""
+    """Return the sampling settings for held-out prompts: a solver that adds no noise, and the image or video size of
+    `inference_size`."""
     sample_config = diffusers_config.sample
     return FlowSampling(
         num_steps=sample_config.eval_num_steps,

@@ -57,7 +57,7 @@ class TrainingEstimate:
     """Number of parameters; tied parameters count once."""
     trainable: int
     memory: StepMemory
-    """Bytes of memory of one GPU at the peak of a train step, by use."""
+    """Bytes of memory of one GPU at the peak of a train step, for each use such as weights and activations."""
     peak: int
     """Bytes of memory of one GPU at the peak of a train step, the sum over all uses."""
     engine_weights: int
@@ -91,7 +91,8 @@ class _RowStatistics(NamedTuple):
 
 
 def run(stage: Stage) -> Outcome:
-    """Return the estimate of a training stage as `info["estimate"]`. Raise `ModelError` or `DataError`."""
+    """Return the estimate of a training stage as `info["estimate"]`. Raise `ModelError` or `DataError` if the model or
+    the rows are unusable."""
     stage.progress.phase("load")
     return Outcome(info={"estimate": asdict(estimate(stage.recipe, stage.model, stage.progress, stage.data))})
 
@@ -303,7 +304,8 @@ def _estimate_training_length(
 def _estimate_balanced_training_length(
     train: TrainConfig, policy_config: PolicyConfig, prepared_folder: Path | None
 ) -> tuple[int, int, bool]:
-    """Return steps, tokens, and whether steps are an upper bound, if batches are filled up to a token budget."""
+    """Return the number of train steps, the number of tokens, and whether the number of steps is an upper bound, if
+    micro-batches are filled up to a token budget."""
     num_steps, algorithm, max_length = train.max_num_steps, train.train_policy, policy_config.model_max_length
     assert num_steps is not None and isinstance(algorithm, SupervisedConfig)  # the schema ensures both conditions
     if prepared_folder is None:
@@ -320,8 +322,8 @@ def _estimate_disk_bytes(
     train: TrainConfig, validation: ValidationConfig, memory: StepMemory, num_params: tuple[int, int], steps: int | None
 ) -> int:
     """Return the bytes of the exported model and of the checkpoints that are kept. A checkpoint is assumed to be saved
-    for each validated step, because each may be the best so far. `num_params`: numbers of all
-    parameters and of the trainable ones."""
+    for each validated step, because each may be the best so far. `num_params`: number of all parameters, and of the
+    trainable ones."""
     ckpt, is_validated = train.ckpt, validation.enable
     num_checkpoints = 1  # the checkpoint after the last step is always saved
     if ckpt.enable_checkpoint:
@@ -352,7 +354,8 @@ def _describe_machine(dtype: str) -> dict[str, Any]:
 def _estimate_engine_weight_bytes(
     rollout: RolloutConfig, train: TrainConfig, num_ranks: int, num_parameters: int
 ) -> int:
-    """Return the bytes of the engine's copy of the weights; 0 if the engine uses the trainer's module."""
+    """Return the bytes that one GPU needs for the rollout engine's copy of the weights; 0 if the engine uses the
+    trainer's module."""
     if rollout.backend == FALLBACK_ENGINE and num_ranks > 1:
         return num_parameters * _element_bytes(train.master_dtype)
     if rollout.backend != "vllm":

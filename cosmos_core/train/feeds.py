@@ -1,7 +1,7 @@
 """Sources of samples for a train step: rows of a dataset, or rollouts scored by rewards.
 
-The samples of a step are a pure function of seed and step and, for rollouts, of the weights and the state of the group
-source, so a resumed run continues with the same samples.
+The samples of a step are a pure function of seed and step and, for rollouts, of the weights and of the state of the
+source that generates them, so a resumed run continues with the same samples.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,14 +30,16 @@ from cosmos_core.data.sample import batch_within_token_limit
 from cosmos_core.errors import DataError
 
 DATA_TERM_SEED_OFFSET = 0x64617461
-"""Offset added to the run's seed for a supervised loss, so that its random numbers differ from those of the prompts."""
+"""Offset added to the run's seed for a supervised loss that is added to an RL loss, so that the rows of the supervised
+loss are drawn with other random numbers than the prompts."""
 
 
 class SampleFeed:
     """Source of the samples of consecutive train steps; subclasses implement `samples`."""
 
     total_steps: int
-    """Number of train steps until the data ends, which may be fewer if groups are dropped."""
+    """Number of train steps until the data ends. It is a maximum for rollouts: if groups of completions are dropped,
+    the prompts can end earlier."""
     steps_per_epoch: int
     unused_rows_notice = ""
     """Message about rows that no step of an epoch trains on; empty if all rows are used."""
@@ -97,8 +99,8 @@ def unused_rows_message(train: TrainConfig, group_size: int, num_rows: int) -> s
 
 
 def plan_balanced_steps(rows: PreparedRows, train_config: TrainConfig, max_length: int) -> BalancedBatchPlan | None:
-    """Return the plan of micro-batches that are filled up to a token budget; None if each step has a fixed number of
-    rows. `max_length`: maximum number of tokens of a sequence."""
+    """Return the plan of the micro-batches of all train steps if micro-batches are filled up to a token budget; None if
+    each step has a fixed number of rows. `max_length`: maximum number of tokens of a sequence."""
     policy = train_config.train_policy
     if not policy.has_token_based_batches:
         return None
@@ -122,7 +124,7 @@ def plan_balanced_steps(rows: PreparedRows, train_config: TrainConfig, max_lengt
 
 
 def micro_batch_tokens(train: TrainConfig, max_length: int) -> int:
-    """Return the token budget of a micro-batch; `max_length`: maximum number of tokens of a sequence."""
+    """Return the maximum number of tokens of a micro-batch. `max_length`: maximum number of tokens of a sequence."""
     algorithm_config = train.train_policy
     assert isinstance(algorithm_config, SupervisedConfig)
     max_padded_tokens = train.rows_per_pass * algorithm_config.num_sequences_per_row * max_length
@@ -159,7 +161,7 @@ class RowFeed(SampleFeed):
 
     @property
     def trained_row_numbers(self) -> np.ndarray:
-        """Return the sorted numbers of the rows that at least one train step uses."""
+        """Return the sorted numbers of the rows that at least one train step of the training uses."""
         steps = range(self.total_steps)
         return np.unique([i for step in steps for batch in self.micro_batches(step).values() for i in batch])
 
@@ -185,7 +187,8 @@ class RowFeed(SampleFeed):
         return [sample for i, batch in micro_batches.items() for sample in self._rows.samples(batch, seed_and_step, i)]
 
     def micro_batches(self, step: int) -> dict[int | None, Sequence[int]]:
-        """Return a train step's row numbers by micro-batch number; by None if the trainer forms the micro-batches."""
+        """Return the numbers of the rows of a train step, by the number of their micro-batch; all under the key None if
+        the trainer forms the micro-batches."""
         if self._balanced_plan:
             return dict(enumerate(self._balanced_plan.micro_batches(step)))
         train = self._train_config
@@ -200,7 +203,8 @@ class RowFeed(SampleFeed):
 
 
 def check_data_term_rows(data_term_config: DataTermConfig, num_rows: int) -> None:
-    """Raise DataError if the supervised rows do not fill one optimizer step."""
+    """Raise DataError if `num_rows`, the number of rows of a supervised loss that is added to an RL loss, is less than
+    the number of rows of one optimizer step."""
     if num_rows < data_term_config.batch_size:
         raise DataError(
             f"train.train_policy.data_term has {num_rows} rows, fewer than batch_size = {data_term_config.batch_size}; "
@@ -209,7 +213,8 @@ def check_data_term_rows(data_term_config: DataTermConfig, num_rows: int) -> Non
 
 
 def make_sft_loss(rows: PreparedRows, train_config: TrainConfig, data_term: DataTermConfig) -> Callable[[int], Update]:
-    """Return a function that builds the supervised loss of an optimizer step; raise DataError for too few rows."""
+    """Return a function that builds, from the number of an optimizer step, the supervised loss that is added to its RL
+    loss. Raise DataError if `rows` are too few for one step."""
     check_data_term_rows(data_term, len(rows))
     max_batch_tokens = getattr(train_config.train_policy, "max_token_len_per_mini_batch", None)
 

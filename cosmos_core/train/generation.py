@@ -86,7 +86,7 @@ class RolloutSetup:
 
     @property
     def engine_fleet(self) -> EngineFleet:
-        """Return the engine of a stage whose engines run in separate processes."""
+        """Return `engine` with the type of a fleet, for a stage whose rollout engines run in separate processes."""
         assert isinstance(self.engine, EngineFleet)
         return self.engine
 
@@ -108,7 +108,7 @@ class RolloutSetup:
         return getattr(torch, train.param_dtype) if configured_dtype is None and needs_cast else configured_dtype
 
     def publish(self, weights_version: int) -> dict[str, float]:
-        """Send the current weights to the engine as version `weights_version`, and return metrics."""
+        """Send the current weights to the engine as version `weights_version`, and return metrics of the transfer."""
         self._published_version = weights_version
         return self._weight_publisher.publish(weights_version)
 
@@ -118,7 +118,7 @@ class RolloutSetup:
 
     def make_local_scorer(self, rewards: RewardConfig, max_tokens: int | None = None) -> ScoreGroups:
         """Return a function that scores groups of completions by `rewards` on the first rank. `max_tokens`: maximum
-        number of tokens of a completion; None: as in training."""
+        number of tokens of a completion; None: that of training completions."""
         max_tokens = max_tokens or self._stage.recipe.rollout.max_response_length
         scorer_key = (repr(rewards), max_tokens) if isinstance(rewards, dict) else rewards
         if scorer_key not in self._scorer_by_key:
@@ -129,8 +129,8 @@ class RolloutSetup:
     def make_async_source(
         self, prompt_order: PromptOrder, sampling: Sampling, validation: AsyncValidation | None
     ) -> GroupSource:
-        """Return a source of groups of completions that disaggregated engines generate while the ranks train. While it
-        waits, it checks `validation`, which runs during the training."""
+        """Return a source of groups of completions that disaggregated engines generate while the ranks train. While the
+        source waits for completions, it polls `validation`, which runs during the training (None: there is none)."""
         stage, recipe, train = self._stage, self._stage.recipe, self._stage.recipe.train
 
         def check_validation() -> None:
@@ -159,7 +159,8 @@ class RolloutSetup:
         return group_source
 
     def send_missing_weights(self, weights_version: int) -> dict[str, float]:
-        """Send the current weights, as version `weights_version`, to engines that have no weights."""
+        """Send the current weights, as version `weights_version`, to engines that have no weights yet, such as
+        restarted ones."""
         with self.engine_fleet.loading_new_engines():
             return self._weight_publisher.publish(weights_version)
 
@@ -192,7 +193,8 @@ def _make_engine_fleet(
 def _make_weight_transfer(
     rollout_config: RolloutConfig, *, is_on_trainer_gpu: bool
 ) -> NativeWeightTransfer | DeltaWeightTransfer | None:
-    """Return the weight transfer of a stage; None: all weights are sent through host memory."""
+    """Return the object that sends weights to the rollout engines directly; None: all weights are sent through host
+    memory."""
     if rollout_config.weight_transfer == "delta":
         return DeltaWeightTransfer()
     if rollout_config.weight_transfer == "host" or rollout_config.native_transfer_conflicts:

@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 _LOGPROB_DIFFERENCE_METRIC, _WEIGHT_LAG_METRIC = "rollout/logprob_difference_mean", "rollout/version_lag"
 _NONFINITE_METRIC = "rollout/tokens_not_finite"
 _OUTDATED_TOLERANCE = 1.0
-"""Tolerance in nats per token if the engines' weights are older than the trainer's; corrupt weights exceed it."""
+"""Difference between the log-probabilities of engines and trainer, in nats per token, that is tolerated if the engines
+have older weights than the trainer. Corrupt weights lead to a larger difference."""
 
 
 class LogprobDriftCheck:

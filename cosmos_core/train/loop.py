@@ -39,7 +39,8 @@ from cosmos_core.train.weight_sets import MovingAverage
 logger = logging.getLogger(__name__)
 
 _PRESTART_SECONDS = 15.0
-"""Remaining seconds of a training below which the process that will verify its export is started."""
+"""Expected remaining seconds of a training at which the process that will verify the exported model is started early,
+because the process takes seconds to import its libraries."""
 
 
 @dataclass
@@ -65,7 +66,8 @@ class TrainLoop:
     mfu_counter: FlopsUtilization | None = None
     """Counter of the model FLOPs utilization (MFU) of train steps; None: MFU is not reported."""
     speed_tuning: SpeedTuning | None = None
-    """Measurement that chooses the settings that the recipe sets to `auto`; None: no setting is `auto`."""
+    """Measurement that chooses `mini_batch` and `num_threads` if the recipe sets them to `auto`; None: neither is
+    `auto`."""
     initial_checkpoint: Path | None = None
     """Folder `.../step_N/policy` of another run's checkpoint, from which a training without its own checkpoint starts;
     None: the training starts from the stage's model."""
@@ -312,7 +314,8 @@ class TrainLoop:
 
     @property
     def _best_step_to_save(self) -> BestStep | None:
-        """Return the best step so far if its checkpoint is kept, else None."""
+        """Return the step with the best validation metrics so far; None if there is none, or if the recipe keeps no
+        checkpoints."""
         return self.validation.best_step if self.config.ckpt.enable_checkpoint else None
 
     def _make_train_state(self) -> TrainState:

@@ -107,8 +107,8 @@ def completion_metrics(
 
 
 def _estimate_standard_error(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return the standard error of the mean reward; empty for one prompt. The mean reward of a prompt is one sample,
-    because completions of a prompt are not independent."""
+    """Return the standard error of the mean reward, by metric name; empty if fewer than two prompts have a valid
+    reward. The mean reward of a prompt is one sample, because completions of a prompt are not independent."""
     group_means = [np.mean(rewards) for g in groups if (rewards := [s.value for s in g.scores if s.value is not None])]
     if len(group_means) < 2:
         return {}
@@ -179,7 +179,8 @@ class CompletionValidation:
         return self._prompts, self._sampling, _VALIDATION_SEED_STEP
 
     def log_metrics(self, step: int, scored_groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Return the metrics of scored groups; the first rank also adds some of the groups to `samples.jsonl`."""
+        """Return the validation metrics of scored groups; the first rank also adds some of the groups to
+        `samples.jsonl`."""
         if is_first_rank():
             with raise_disk_full(self._workspace.path):
                 samples_file, logged_groups = self._workspace.path / SAMPLES_FILE, scored_groups[:_MAX_SAVED_SAMPLES]
@@ -191,8 +192,8 @@ class CompletionValidation:
 
 
 def add_samples(samples_file: Path, step: int, groups: Sequence[ScoredGroup], *, has_rewards: bool = True) -> None:
-    """Add the first completion of each group to the file of samples, and remove the file's lines of `step` and later
-    steps. Write images or videos of the groups to a folder of the step."""
+    """Add the first completion of each group to `samples_file`, and remove its lines of `step` and later steps. Write
+    images or videos of the groups to a folder of the step."""
     json_lines = []
     if samples_file.exists():
         saved_records = parse_json_objects(samples_file.read_text(encoding="utf-8", errors="replace").split("\n"))
@@ -243,7 +244,8 @@ def open_rewards(
     reward_settings: RewardSettings, rewards: RewardConfig, on_wait: Callable[[], None], max_tokens: int | None = None
 ) -> Iterator[ScoreGroups]:
     """Open rewards in a context manager, and yield a function that scores groups of completions on the first rank only;
-    see `score_on_first_rank`. Raise `RewardError` if a reward cannot be loaded, or the environment names no service.
+    see `score_on_first_rank`. Raise `RewardError` if a reward cannot be loaded, or if the environment variables name no
+    reward service for remote rewards.
 
     Reward functions run in killable child processes of the first rank, and remote rewards in a service. Without rewards
     every score is 0. `max_tokens`: maximum number of tokens of a completion, which rewards may read; None: as in

@@ -105,7 +105,8 @@ def trace_step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig
 
 
 class _LiveByteCounter(TorchDispatchMode):
-    """Dispatch mode that records when the storages of the results of operations are allocated and released."""
+    """`TorchDispatchMode` that records when the storages of the results of torch operations are allocated and
+    released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +118,8 @@ class _LiveByteCounter(TorchDispatchMode):
         self._is_inside_model = False
 
     def attribute_storages(self, memory_use: str, tensors: Iterable[Tensor]) -> None:
-        """Attribute the storages of `tensors`, in past and future events, to the field `memory_use` of `StepMemory`."""
+        """Count the storages of `tensors`, also in events that are already recorded, for the field `memory_use` of
+        `StepMemory`."""
         for tensor in tensors:
             self._use_by_storage[self._track_storage(tensor)] = memory_use
 

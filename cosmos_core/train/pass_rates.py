@@ -17,7 +17,8 @@ from cosmos_core.types import Prompt, ScoredGroup
 
 
 class PassRates:
-    """Counts of sampled groups and rewards by prompt; `get_full_reward` returns the reward of a correct completion."""
+    """Counts of sampled groups and rewards by prompt. `get_full_reward` returns the reward of a correct completion,
+    from the name of the data set and the metrics of a score; None: unknown."""
 
     def __init__(self, get_full_reward: Callable[..., float | None]) -> None:
         self._get_full_reward = get_full_reward

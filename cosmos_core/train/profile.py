@@ -18,7 +18,8 @@ class StepProfiler:
     """Context manager that traces train steps of one rank, at the start or when `cosmos profile` requests a trace."""
 
     def __init__(self, stage_folder: Path, config: ProfilerConfig, start_step: int) -> None:
-        """Prepare the profiler; `start_step` is the number of completed train steps."""
+        """Prepare the profiler; `start_step` is the number of train steps completed before this attempt of the
+        training."""
         self._stage_folder, self._config = stage_folder, config.sub_profiler_config
         self._rank = rank_number()
         self._is_enabled = config.enable_profiler and self._rank in (self._config.rank_filter or (0,))
@@ -80,7 +81,8 @@ class StepProfiler:
 
 
 def _list_slowest_operators(profile: profile) -> list[dict[str, Any]]:
-    """Return the operators with the longest self time, in milliseconds on the device that computes."""
+    """Return the operators with the longest self time in a trace, each with its milliseconds on the GPU or, without a
+    GPU, on the CPU, and its share of the total time."""
     time_attribute = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     timed_operators = [(getattr(event, time_attribute), event) for event in profile.key_averages()]
     total_microseconds = sum(microseconds for microseconds, _ in timed_operators) or 1.0

@@ -81,7 +81,8 @@ class CliOptions(NamedTuple):
 
     @property
     def dataset(self) -> DatasetConfig:
-        """Return the table of the data set with the values of the options; raise ConfigError if a value is invalid."""
+        """Return the recipe's table of the data set, with the values of `--data` and `--set`; raise ConfigError if a
+        value is invalid."""
         return parse_table(
             DatasetConfig, {"name": self.data, **self.rows}, error_prefix="--set", key_prefix=_DATASET_KEY
         )
@@ -188,7 +189,8 @@ def _validation_settings(reason_text: str) -> Iterator[ProposedSetting]:
 
 
 def _infer_columns(options: CliOptions, method: TrainingMethod, location: str, row: Row) -> tuple[dict[str, str], str]:
-    """Return the column names to set in the recipe, and the reason; raise DataError if they cannot be inferred."""
+    """Return the names of the columns to set in the recipe, by the option that would name each, and the reason as text.
+    Raise DataError if the columns cannot be inferred."""
     row_kind = load_tokenised_kind(method.rows)
     column_by_option = {name: column for name in _TEXT_COLUMN_OPTIONS if (column := getattr(options, name))}
     try:
@@ -285,7 +287,7 @@ def _batch_settings(has_completions: bool, num_rows: int, max_rows: int, num_ran
 
 
 def _image_settings(options: CliOptions, method: TrainingMethod, hardware: Hardware) -> Iterator[ProposedSetting]:
-    """Yield the settings of a diffusion model, whose size is read from its configuration."""
+    """Yield the settings of a training of a diffusion model; its size is read from its configuration files."""
     if Path(options.model).is_dir() and not (Path(options.model) / "model_index.json").is_file():
         raise ModelError(f"--model {options.model}: no pipeline of diffusers; cosmos sft trains a language model")
     num_media, media_problems = 0, []
@@ -347,7 +349,8 @@ def _read_max_prompt_tokens(model: Path) -> float:
 
 
 def main() -> int:
-    """Print the settings as JSON; report an error as one line on standard error and return its exit code."""
+    """Print the settings proposed for the options in the JSON argument, as JSON, and return 0. Report an error as one
+    line on standard error, and return its exit code."""
     try:
         with redirect_stdout(sys.stderr):  # standard output is for the JSON, and reward code may print
             proposed_settings = list(propose(CliOptions(**json.loads(sys.argv[1])), detect_hardware()))

@@ -22,11 +22,12 @@ from cosmos_core.run.workspace import Workspace
 from cosmos_core.train.trainer import Trainer
 
 REFERENCE_WEIGHTS = "reference"
-"""Name of the reference policy's weight set, and of the stage's folder with log-probabilities under these weights."""
+"""Name under which the trainer keeps a copy of the weights of the reference policy; also the name of the stage's folder
+with log-probabilities under these weights."""
 _SAVE_INTERVAL_SECONDS = 60.0
 _LOGPROB_COLUMNS = ("chosen", "rejected")
-"""Keys of the saved log-probabilities of a row's two samples, also of rows with a label (KTO), whose second sample has
-the response of another row."""
+"""Keys in the saved JSON file for the log-probabilities of the first and the second sample of each row. Rows with a
+label (KTO) use the same keys; their second sample has the response of another row."""
 
 logger = logging.getLogger(__name__)
 

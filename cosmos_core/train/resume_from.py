@@ -40,14 +40,15 @@ from cosmos_core.types import is_at_or_below
 logger = logging.getLogger(__name__)
 
 _MESH_FINGERPRINT_KEYS = (COPIED_FILES_KEY, "world_size", "config.policy.parallelism", "config.rollout.parallelism")
-"""Keys of hashed settings that change the trained weights only through the order of floating-point sums."""
+"""Keys in the record of a stage's fingerprint whose values change the trained weights only through the order of
+floating-point sums."""
 
 
 def adopt_checkpoint(workspace: Workspace, stage_fingerprint: str) -> None:
-    """Link the newest complete checkpoint of an earlier run of this stage, the best checkpoint and the metrics, unless
-    the stage has a checkpoint already. `stage_fingerprint`: fingerprint of the stage's checkpoints. Log a warning if no
-    checkpoint can be adopted. All ranks call this function: the first rank links the files, and all ranks share the
-    hashing."""
+    """Link into this stage the newest complete checkpoint of an earlier run of the stage, the best checkpoint of that
+    run and its metrics. Do nothing if the stage has a checkpoint already. `stage_fingerprint`: fingerprint of the
+    stage's checkpoints. Log a warning if no checkpoint can be adopted. All ranks call this function: the first rank
+    links the files, and all ranks share the hashing."""
     own_checkpoint_folder, send_heartbeat = workspace.path / "checkpoints", workspace.progress.beat
     if newest_complete_step_on_ranks(own_checkpoint_folder, stage_fingerprint, send_heartbeat) is not None:
         return
@@ -97,8 +98,8 @@ def check_base_model(folder: Path, stage_folder: Path, model: str) -> None:
 
 
 def _identify_model(fingerprint_ingredients: dict[str, Any]) -> tuple[str, str]:
-    """Return how a fingerprint identifies its model (`stage`, `hub:`, `remote:`, or empty for the digest of a folder),
-    and the identifier. Identifiers of different forms cannot be compared."""
+    """Return the form in which the record of a stage's fingerprint identifies the model (`stage`, `hub:`, `remote:`, or
+    empty for the digest of a folder), and the identifier. Identifiers of different forms cannot be compared."""
     model = str(fingerprint_ingredients["model"])
     if stage_digest := fingerprint_ingredients["inputs"].get(referenced_stage(model) or ""):
         return "stage", stage_digest
@@ -106,9 +107,9 @@ def _identify_model(fingerprint_ingredients: dict[str, Any]) -> tuple[str, str]:
 
 
 def warn_of_other_step_size(folder: Path, train: TrainConfig, group_size: int) -> None:
-    """Log a warning if the N steps before the checkpoint in `folder` (`.../step_N/policy`) used another number of rows
-    than N steps of this training, which continues at the row that its own N steps would have reached. `group_size`:
-    number of samples per row."""
+    """Log a warning if the checkpoint in `folder` (`.../step_N/policy`) is of a training whose train steps read another
+    number of rows than the steps of this training. This training continues after the rows that N of its own steps would
+    have read, so it repeats or skips rows. `group_size`: number of samples per row."""
     hashed_inputs = read_json_object(folder.parents[2] / FINGERPRINT_FILE).get("ingredients", {})
     earlier_settings, algorithm_config = flatten_nonempty_tables(hashed_inputs.get("config", {})), train.train_policy
     batch_size = earlier_settings.get("train.train_batch_per_replica")
@@ -128,7 +129,8 @@ def warn_of_other_step_size(folder: Path, train: TrainConfig, group_size: int) -
 
 
 def _fingerprint_inputs_without_mesh(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that a fingerprint hashes, except those of the mesh, by dotted key; empty if unknown."""
+    """Return the settings that a fingerprint hashes, except those of the mesh and the engines, by dotted key; empty if
+    the record of the fingerprint is missing."""
     fingerprint_inputs = flatten_nonempty_tables(fingerprint.get("ingredients", {}))
     return {key: value for key, value in fingerprint_inputs.items() if not is_at_or_below(key, _MESH_FINGERPRINT_KEYS)}
 
@@ -136,9 +138,9 @@ def _fingerprint_inputs_without_mesh(fingerprint: dict[str, Any]) -> dict[str, A
 def _link_checkpoint(
     workspace: Workspace, folder: Path, step: int, fingerprint: str, stage_fingerprint: str
 ) -> str | None:
-    """Link the checkpoint of step `step` and the best checkpoint, which have `fingerprint`, into the stage, and write
-    the stage's fingerprint to their manifests. Return an error message if the other run, which may still train, has
-    deleted a checkpoint meanwhile; else None. All ranks call this function."""
+    """Link the checkpoint of step `step` and the best checkpoint of another run, which have `fingerprint`, into the
+    stage, and write `stage_fingerprint` to their manifests. Return an error message if the other run, which may still
+    train, has deleted a checkpoint meanwhile; else None. All ranks call this function."""
     saved_json_values = read_json_object(step_folder(folder, step) / "policy" / FIRST_RANK_JSON_FILE)
     best_step = broadcast_object((saved_json_values.get("best") or {}).get("step", step))
     linked_steps = [step]

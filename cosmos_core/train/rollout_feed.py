@@ -53,16 +53,16 @@ class RolloutFeed(SampleFeed):
         self._max_response_length = rollout.max_response_length
         self.unused_rows_notice = unused_rows_message(train_config, rollout.n_generation, len(prompts))
         self.log_groups: Callable[[int, Sequence[ScoredGroup]], None] = lambda step, groups: None
-        """Function that is called with the number of each train step, counted from 1, and the step's groups."""
+        """Function that logs the groups of a train step; it is called with the number of the step, counted from 1."""
 
     def find_max_sample_tokens(self) -> int | None:
         max_prompt_length = max((len(prompt.token_ids) for prompt in self._prompts), default=0)
         return max_prompt_length + self._max_response_length if max_prompt_length else None
 
     def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
-        """Return the samples of the next train step and their metrics; None if the data has ended, which may happen
-        before the last planned step if the source drops groups. A step whose groups were all dropped has no samples;
-        for the first step, raise `ProgramError` instead. Raise the errors of `check_scores`."""
+        """Return the samples of the next train step and their metrics; None if the data has ended. If groups are
+        dropped, the data can end before the last planned step. A step whose groups were all dropped has no samples; for
+        the first step, raise `ProgramError` instead. Raise the errors of `check_scores`."""
         if self._has_ended or self.step == self.total_steps:
             return None
         scored_groups, metrics = self._next_groups()
@@ -108,7 +108,8 @@ class RolloutFeed(SampleFeed):
         return super().state_dict() | {"source": self._group_source.state_dict(), **pass_rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the feed's state. Without the group source's state, the prompts of completed steps count as used."""
+        """Restore the feed's state. If it lacks the state of the source that generates the groups, the prompts of
+        completed steps count as used."""
         super().load_state_dict(state)
         self._pass_rates.load_state_dict(state.get("pass_rates", {}))
         default_source_state = {"drawn": self._group_plan.first_position(self.step)}
@@ -134,7 +135,8 @@ class PromptOrder:
         return [self._prompts[int(i)] for i in positions]
 
     def take_prompts(self, start_position: int, num_prompts: int, end_position: int | None = None) -> list[Prompt]:
-        """Return `num_prompts` prompts from `start_position` on, counted over all epochs; fewer at the end."""
+        """Return `num_prompts` prompts from `start_position` on, counted over all epochs; fewer at `end_position`
+        (None: the end of the last epoch)."""
         order_seed, shuffle = self._train_config.order_seed, self._train_config.train_policy.dataloader_shuffle
         total_num_prompts = self._train_config.epoch * len(self._prompts)
         end_position = total_num_prompts if end_position is None else min(end_position, total_num_prompts)
@@ -145,7 +147,7 @@ class PromptOrder:
 
 def make_group_filter(algorithm_config: AlgorithmConfig) -> GroupFilter | None:
     """Return the filter that drops groups without a learning signal; None: all groups are trained on. Raise
-    `RewardError` if it compares a metric of no reward function."""
+    `RewardError` if the filter compares a metric that no reward function reports."""
     if algorithm_config.dynamic_sampling is None:
         return None
     group_filter = GroupFilter(*algorithm_config.dynamic_sampling)
@@ -162,7 +164,8 @@ def make_group_filter(algorithm_config: AlgorithmConfig) -> GroupFilter | None:
 def make_sync_source(
     sync_source: SyncGroupSource, prompt_order: PromptOrder, group_filter: GroupFilter | None, *, may_split_groups: bool
 ) -> GroupSource:
-    """Return a source that generates groups on demand, and replaces the groups that `group_filter` drops."""
+    """Return a source that generates groups of completions when a train step needs them, and generates other groups for
+    those that `group_filter` drops (None: it drops none)."""
     if group_filter is None and not may_split_groups:
         return sync_source
     return FilteredGroupSource(sync_source, prompt_order.take_prompts, prompt_order.prompts_per_step, group_filter)

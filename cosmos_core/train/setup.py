@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingResult(NamedTuple):
-    """Result of a training."""
+    """Trained model of a stage that is not exported yet, with its number of train steps and its metrics."""
 
     adapter: ModelAdapter
     step: int
@@ -92,7 +92,8 @@ def train(stage: Stage) -> TrainingResult:
 
 
 def open_trainer(stage: Stage) -> Trainer:
-    """Return the trainer of a stage, with the weight sets and the teacher that the algorithm needs."""
+    """Return the trainer for the model of a stage. It also holds the other weights that the algorithm needs, if any:
+    copies of the model's initial weights, for example for a reference policy, and the weights of a teacher model."""
     stage.progress.phase("load")
     # Import only the module for the model's modality, language models or diffusion models.
     open_model = importlib.import_module(f"cosmos_core.models.open_{stage.recipe.policy.modality.name}").open_model
@@ -134,7 +135,8 @@ def export_trained(stage: Workspace, training_result: TrainingResult, dtype: str
 
 
 class _TrainingSetup:
-    """Trainer, algorithm and rollout engine of a stage, from which the loop is built; `exit_stack` closes them."""
+    """Trainer, algorithm and rollout engine of a stage, from which the training loop is built. `exit_stack` closes what
+    must be closed after the training."""
 
     def __init__(self, stage: Stage, exit_stack: ExitStack) -> None:
         self._stage, self._recipe, self._exit_stack = stage, stage.recipe, exit_stack
@@ -225,7 +227,8 @@ class _TrainingSetup:
         return rollout_feed
 
     def _compute_reference_logprobs(self, rows: PreparedRows, split_name: str, row_numbers: np.ndarray) -> None:
-        """Set the log-probabilities of the rows at `row_numbers` under the reference policy, if the loss needs them."""
+        """Set `rows.reference_logprobs` to the log-probabilities of the rows at `row_numbers` under the reference
+        policy, if the loss needs them."""
         if self._train_policy.saves_reference_logprobs:
             fingerprint = self._stage.checkpoint_fingerprint
             rows.reference_logprobs = reference_logprobs(
@@ -253,8 +256,9 @@ class _TrainingSetup:
         return lambda step: measure.row_metrics(stage, trainer, algorithm, rows, batch_size) | compute_metrics(step)
 
     def _make_async_validation(self) -> AsyncValidation | None:
-        """Return the validation that runs while the training continues; None: the training waits for validations. It
-        needs disaggregated engines, checkpoints to resume from if the engines die, and no moving average."""
+        """Return the validation that runs while the training continues; None: the training waits for validations. An
+        asynchronous validation needs disaggregated engines, checkpoints to resume from if the engines die, and no
+        moving average."""
         recipe, train_config, stage = self._recipe, self._train_config, self._stage
         has_async_engines = self._train_policy.has_rollouts and recipe.mode == "disaggregated"
         can_run_async = has_async_engines and train_config.ckpt.enable_checkpoint and not train_config.ema_enable

@@ -25,7 +25,8 @@ class SampleQueue:
 
     def __init__(self) -> None:
         self._queued_samples: list[tuple[int, Sample | None]] = []
-        """For each queued completion, the version of the sampling weights, and the sample; None: invalid reward."""
+        """For each queued completion, the version of the weights that generated it, and its training sample; None: the
+        completion is not trained on, for example because it has no valid reward."""
         self._group_metrics: dict[str, float] = {}
         """Metrics of the groups of completions that were added last."""
 

@@ -63,7 +63,8 @@ class Trainer:
 
     @property
     def samples_per_pass(self) -> int:
-        """Return the number of samples in `mini_batch` rows; `auto` in the recipe means the default number of rows."""
+        """Return the number of samples in a forward pass of `mini_batch` rows; for `auto`, the default number of rows
+        counts."""
         return self._train_config.rows_per_pass * self._train_config.train_policy.num_sequences_per_row
 
     def add_model(self, name: str, adapter: ModelAdapter) -> None:
@@ -73,8 +74,9 @@ class Trainer:
 
     @contextmanager
     def use_weights(self, name: str) -> Iterator[None]:
-        """Return a context manager in which the model computes with the weight set `name`; `policy` means the trained
-        weights. Parameters that FSDP has gathered from the previous weights are freed on entry and on exit."""
+        """Return a context manager in which the model computes with the copy of its weights that is named `name`, such
+        as `reference`; `policy` means the trained weights. Parameters that FSDP has gathered from the previous weights
+        are freed on entry and on exit."""
         with self.weight_sets.use_weights(name):
             self.adapter.runner.reshard()
             try:
@@ -104,7 +106,8 @@ class Trainer:
         return {"loss": loss, "grad_norm": grad_norm, **{name: float(value) for name, value in metrics.items()}}
 
     def compute_gradients(self, update: Update) -> list[Loss]:
-        """Replace the gradients by those of an update, and return the loss of each micro-batch of this rank."""
+        """Replace the gradients by those of `update`, one optimizer step, and return the loss of each micro-batch of
+        this rank."""
         self.adapter.runner.train(True)
         self.drop_gradients()
         samples = [*update.samples, *(update.data.samples if update.data else ())]
@@ -120,7 +123,8 @@ class Trainer:
         self, samples: Sequence[Any], request: OutputSpec = None, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
         """Return on all ranks the outputs that `request` selects for each sample, without dropout. `weights` names a
-        weight set or a model of `add_model`. `size`: number of samples in a forward pass; None: `mini_batch`."""
+        copy of the model's weights or a model added by `add_model`. `size`: number of samples in a forward pass; None:
+        `mini_batch`."""
         adapter = self._extra_models.get(weights, self.adapter)
         weight_set = "policy" if weights in self._extra_models else weights
         outputs = self._compute_local_outputs(adapter, samples, request, weight_set, size=size)
@@ -132,13 +136,15 @@ class Trainer:
         return [outputs[i] for i in range(len(samples))]
 
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
-        """Overwrite the weight set `weights` with the policy's; with `optimizer`, reset the optimizer's moments."""
+        """Overwrite the copy of the weights named `weights` with the policy's weights. With `optimizer`, also reset the
+        moments of the optimizer."""
         self.weight_sets.copy_from_policy(weights)
         if optimizer:
             self.optimizer.state.clear()  # resets the moments, because the optimizer creates missing ones as zeros
 
     def move_towards_policy(self, weights: str, fraction: float) -> None:
-        """Move the weight set W named `weights` towards the policy: W + fraction * (policy - W)."""
+        """Move W, the copy of the weights named `weights`, towards the policy's weights: W + fraction * (policy -
+        W)."""
         self.weight_sets.move_towards_policy(weights, fraction)
 
     @property
@@ -148,7 +154,8 @@ class Trainer:
         return has_dropout(adapter.meta_copy if adapter.mesh else adapter.model)
 
     def _find_sets_equal_to_policy(self, weight_set_names: Sequence[str]) -> list[str]:
-        """Return those of the named weight sets that equal the policy on all ranks; none if the model has dropout."""
+        """Return those of the named copies of the weights that equal the policy's weights on all ranks, so that their
+        outputs need no forward pass; none if the model has dropout, with which outputs differ."""
         if not weight_set_names or self.has_dropout:
             return []
         equal_names_by_rank = all_gather_object(list(filter(self.weight_sets.equals_policy, weight_set_names)))
@@ -158,7 +165,8 @@ class Trainer:
         self, adapter: ModelAdapter, samples: Sequence[Any], request: OutputSpec, weight_set: str,
         size: int | None = None,
     ) -> dict[int, dict[str, Tensor]]:  # fmt: skip
-        """Return the outputs of this rank's samples by the positions of the samples; dropout is off."""
+        """Return the outputs of this rank's samples, by the positions of the samples, under the copy of the weights
+        named `weight_set`, without dropout."""
         outputs: dict[int, dict[str, Tensor]] = {}
 
         def store_outputs(micro_batch: MicroBatch) -> None:
@@ -171,7 +179,8 @@ class Trainer:
 
     @torch.no_grad()
     def _compute_reference_outputs(self, update: Update, set_names: Sequence[str]) -> dict[int, dict[str, Tensor]]:
-        """Return the outputs of this rank's samples under the weight sets that the loss compares with the policy."""
+        """Return the outputs of this rank's samples, by the positions of the samples, under the copies of the weights
+        named `set_names`, with which the loss compares the policy."""
         outputs: dict[int, dict[str, Tensor]] = {}
         for set_name in set_names:
             for i, row in self._compute_local_outputs(self.adapter, update.samples, update.request, set_name).items():
@@ -302,7 +311,8 @@ class Trainer:
 
 
 def _select_local_chunks(adapter: ModelAdapter, batches: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    """Return this data-parallel rank's share of `batches` in chunks of `size`; each rank gets equally many chunks."""
+    """Return this data-parallel rank's share of `batches`, in chunks of `size` batches; each rank gets equally many
+    chunks."""
     num_batches = len(batches)
     if adapter.mesh:
         num_batches = -(-len(batches) // adapter.mesh.dp.size())

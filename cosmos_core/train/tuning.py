@@ -38,27 +38,33 @@ logger = logging.getLogger(__name__)
 MAX_TUNING_SECONDS = 45.0
 """Maximum duration of all measurements, unless one gradient of a few samples takes longer."""
 _GRADIENT_SECONDS = 3.0
-"""Target duration of one gradient computation with the fewest rows per pass. If it takes longer with all samples of a
-train step, only the first samples are used."""
+"""Target duration of one measurement. It decides with how many samples of a train step settings are measured: as many
+as the gradient computation with the fewest rows per pass and the most threads handles in this time, but at least two
+rows per data-parallel rank."""
 MAX_MEMORY_FRACTION = 0.85
-"""Fraction of the free memory that the activations of a micro-batch may take."""
+"""Maximum fraction of the free memory that gradients, the optimizer's moments and the activations of a micro-batch may
+take together. Settings that are expected to need more are not measured."""
 _MAX_SLOWDOWN = 1.15
-"""Ratio to the duration of the fastest settings above which settings count as slow. After two slow settings in a row,
-the search ends in this direction."""
+"""Settings count as slow if they take longer than the fastest settings times this factor. After two slow settings in a
+row, the search tries no larger or no smaller numbers of rows."""
 _NUM_FINALISTS, _NUM_FINALIST_ROUNDS = 4, 4
 """Number of the fastest settings that are measured again at the end, and number of new measurements of each."""
 _MIN_SECONDS, _MAX_REPEATS = 0.5, 5
-"""Minimum total duration of the measurements of one setting, unless it was measured `_MAX_REPEATS` times."""
+"""Settings are measured again until their measurements take `_MIN_SECONDS` together, but at most `_MAX_REPEATS`
+times."""
 _MAX_POSTPONED_STEPS = 3
-"""Number of train steps without enough samples to measure, after which the default is chosen."""
+"""Number of train steps with too few samples to measure, after which the default settings are chosen."""
 _MIN_PEAK_BYTES = 1 << 20
-"""Minimum memory that activations are assumed to take, because reuse of memory of the process is not measured."""
+"""Minimum number of bytes that activations are assumed to take: their measured memory can be too small, because
+allocations that reuse freed memory of the process are not measured."""
 _MIN_SPEEDUP = 1.02
-"""Factor by which settings with more rows must be faster than settings with fewer rows, which need less memory."""
+"""Settings with more rows per pass are chosen only if they are faster by more than this factor than settings with fewer
+rows, which need less memory."""
 
 
 class SettingsSearch:
-    """Search for the fastest settings of a grid, which measures only some of them."""
+    """Search for the fastest `SpeedSettings` among combinations of rows per pass and CPU threads, of which it measures
+    only some."""
 
     def __init__(
         self,
@@ -103,9 +109,9 @@ class SettingsSearch:
         return math.isinf(seconds) or seconds > _MAX_SLOWDOWN * self.seconds[self._fastest_settings]
 
     def _measure_nearby_sizes(self, start_settings: SpeedSettings) -> None:
-        """Measure settings with larger sizes than `start_settings` in ascending order, then with smaller sizes in
-        descending order. Either order ends after two slow settings in a row, or before settings that are too
-        expensive."""
+        """Measure settings with more rows per pass than `start_settings` in ascending order, then with fewer in
+        descending order. Either order ends after two slow settings in a row, at settings for which `is_affordable`
+        returns False, or when the memory does not suffice."""
         larger_sizes = [size for size in self._pass_sizes if size > start_settings.rows_per_pass]
         smaller_sizes = [size for size in reversed(self._pass_sizes) if size < start_settings.rows_per_pass]
         for sizes in (larger_sizes, smaller_sizes):
@@ -119,7 +125,8 @@ class SettingsSearch:
                     break
 
     def _measure_if_affordable(self, settings: SpeedSettings) -> bool:
-        """Measure settings, and return True; return False if they are too expensive."""
+        """Measure settings, and return True; return False without a measurement if `is_affordable` returns False for
+        them."""
         expected_seconds = self.seconds.get(settings, max(filter(math.isfinite, self.seconds.values()), default=0.0))
         if not self._is_affordable(settings, expected_seconds):
             return False
@@ -206,8 +213,8 @@ class SpeedTuning:
 
 
 class _Measurement:
-    """Measurements with the samples of one train step. They leave the weights, the random generators and the algorithm
-    as they were."""
+    """Measurements of the speed of different `SpeedSettings` with the samples of one train step. They leave the
+    weights, the random generators and the algorithm as they were."""
 
     def __init__(self, tuning: SpeedTuning, samples: list[Any]) -> None:
         self._tuning, self._all_samples = tuning, samples
@@ -241,8 +248,8 @@ class _Measurement:
         """Whether a signal has requested a stop on any rank, after which nothing more is measured."""
 
     def select_samples(self) -> list[int] | None:
-        """Select so many samples that computing their gradient takes a few seconds, and return the sizes to measure
-        with them; None if the algorithm leaves out most of the samples."""
+        """Select so many samples that computing their gradient takes a few seconds. Return the numbers of rows per pass
+        to measure with these samples; None if the algorithm leaves out most of the samples."""
         speed_tuning, sample_divisor = self._tuning, self._tuning._samples_per_row * self._tuning._num_dp_ranks
         start_settings = SpeedSettings(speed_tuning._pass_sizes[0], speed_tuning._thread_counts[-1])
         min_rows_per_rank = max(2, speed_tuning._pass_sizes[0])
@@ -358,7 +365,7 @@ class PeakMemory:
 
 
 def rows_per_update(train_config: TrainConfig) -> int:
-    """Return the maximum number of rows of an optimizer step, of all data-parallel ranks together."""
+    """Return the maximum number of rows in an optimizer step, summed over all data-parallel ranks."""
     configured_rows = getattr(train_config.train_policy, "batch_size_per_optimize", None)
     return min(configured_rows or train_config.train_batch_per_replica, train_config.train_batch_per_replica)
 

@@ -15,19 +15,22 @@ from cosmos_core.train.stop import check_stop
 from cosmos_core.types import JsonValue
 
 MetricsFn = Callable[[int], dict[str, float]]
-"""Function that returns the held-out metrics, named `validation/...`, after a number of train steps."""
+"""Function that returns the metrics of held-out rows or prompts, named `validation/...`, after a number of train
+steps."""
 
 
 @dataclass
 class Validation:
-    """Schedule of the validations of one training; it also publishes weights to the rollout engines."""
+    """Validations of one training: when they are due, and the best step so far. The object also publishes weights to
+    the rollout engines, because validations decide which weights the engines need."""
 
     config: ValidationConfig
     workspace: Workspace
     compute_metrics: MetricsFn | None = None
     """Function that computes held-out metrics; None: no validation during training."""
     async_validation: AsyncValidation | None = None
-    """Runner of validations during the training, except the first and last validation; None: all are synchronous."""
+    """Runner of the validations that do not stop the training, which are all except the first and the last; None: the
+    training waits for each validation."""
     publish: Callable[[int], dict[str, float]] = lambda step: {}
     """Function that sends the weights of train step N to the rollout engines and returns metrics of the transfer."""
     publish_interval: int = 1
@@ -40,7 +43,8 @@ class Validation:
     best_step: BestStep | None = None
     """Train step with the best validation metrics; None if no step was validated yet."""
     _last_validated_step: int = -1
-    """Number of the newest validated step, or of an adopted checkpoint's step; -1 if no step was validated."""
+    """Newest step that was validated; -1 if no step was validated. After a start from the checkpoint of another run,
+    the step of this checkpoint counts as validated."""
     _training_start_step: int | None = 0
     """Step at which a training without a checkpoint of its own began; None: the training was resumed."""
     _current_step: int = 0
@@ -61,11 +65,13 @@ class Validation:
         return self.compute_metrics is not None and (step % self.config.freq == 0 or is_last_step)
 
     def needs_last_validation(self, step: int) -> bool:
-        """Return whether step `step`, after which the data has ended, was not validated yet."""
+        """Return whether the weights after `step`, the last train step, must still be validated. Return False if
+        validation is disabled or there was no train step."""
         return self.compute_metrics is not None and step != 0 and self._last_validated_step != step
 
     def was_validation_interrupted(self, step: int) -> bool:
-        """Return whether an earlier run was stopped during the validation of `step`, from which this run resumes."""
+        """Return whether `step`, from which this attempt resumes, is due for a validation that an earlier attempt has
+        not finished. Always False for asynchronous validations."""
         return self.async_validation is None and self._last_validated_step < step and step % self.config.freq == 0
 
     def publish_step(self, step: int) -> dict[str, float]:
@@ -102,7 +108,8 @@ class Validation:
         self.async_validation.start_async(step)
 
     def wait(self, step: int) -> bool:
-        """Wait until no validation is running, and return whether one was. Raise StopRequested after a signal."""
+        """Wait until no asynchronous validation is running, and return whether one was. Raise StopRequested after a
+        signal."""
         if self.async_validation is None or self.validating_step is None:
             return False
         self.workspace.progress.phase("validate")
@@ -110,7 +117,7 @@ class Validation:
         return True
 
     def state_dict(self, step: int) -> dict[str, JsonValue]:
-        """Return the state to save in a checkpoint of train step `step`."""
+        """Return the state of the validations to save in a checkpoint of train step `step`."""
         return {
             "best": asdict(self.best_step) if self.best_step else None,
             "measured_at": self._last_validated_step,
@@ -118,13 +125,15 @@ class Validation:
         }
 
     def load_state_dict(self, step: int, state: dict[str, Any]) -> None:
-        """Restore the state in a checkpoint of train step `step`; `state` is empty for a checkpoint of another run."""
+        """Restore the state of the validations in a checkpoint of train step `step`; `state` is empty for a checkpoint
+        of another run."""
         self.best_step = BestStep(**state["best"]) if state.get("best") else None
         self._current_step, self._last_validated_step = step, int(state.get("measured_at", step))
         self._training_start_step = None if state else step
 
     def _begin_validation(self, step: int) -> None:
-        """Call the validation hook, and publish the weights to validate unless the engines have them already."""
+        """Call the user's hook `pre_validation_hook`, and publish the weights to validate unless the engines have them
+        already."""
         self.call_hook("pre_validation_hook", current_step=step)
         if step % self.publish_interval:
             self.publish(step)

@@ -20,35 +20,38 @@ from cosmos_core.parallel.fsdp import local_shard
 logger = logging.getLogger(__name__)
 
 EMA_WEIGHTS = "ema"
-"""Name of the weight set with the moving average of the policy's weights, which is validated and exported."""
+"""Name of the copy of the weights that holds the moving average of the policy's weights, which is validated and
+exported."""
 
 
 class WeightSets:
-    """Weight sets of one model, such as its moving average; checkpoints contain their `tensors`."""
+    """Named copies of the trained weights of one model (weight sets), such as its moving average and its reference
+    policy. Checkpoints contain their `tensors`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.tensors: dict[str, dict[str, Tensor]] = {}
-        """Tensors of each weight set, by the name of the set and the name of the parameter."""
+        """Tensors by the name of the copy of the weights, such as `ema`, and the name of the parameter."""
 
     def add(self, set_name: str) -> None:
-        """Add a copy of the policy's weights as the set `set_name`, in float32 if training updates the set."""
+        """Add a copy of the policy's weights under the name `set_name`, in float32 if the training changes the copy."""
         stored_dtype = torch.float32 if set_name in POLICY_COPY_NAMES else None
         self.tensors[set_name] = {n: w.to(stored_dtype or w.dtype, copy=True) for n, w in self.policy_weights.items()}
 
     def copy_from_policy(self, set_name: str) -> None:
-        """Overwrite the set `set_name` with the policy's current weights."""
+        """Overwrite the copy of the weights named `set_name` with the policy's current weights."""
         for parameter_name, weight in self.policy_weights.items():
             self.tensors[set_name][parameter_name].copy_(weight)
 
     def equals_policy(self, name: str) -> bool:
-        """Return whether the set `name` equals the policy bit by bit; for sharded weights, on this rank's shards."""
+        """Return whether the copy of the weights named `name` equals the policy's weights bit by bit; for sharded
+        weights, on this rank's shards."""
         weight_pairs = ((local_shard(w), local_shard(self.tensors[name][n])) for n, w in self.policy_weights.items())
         return all(torch.equal(weight.to(stored_tensor.dtype), stored_tensor) for weight, stored_tensor in weight_pairs)
 
     @torch.no_grad()
     def move_towards_policy(self, name: str, fraction: float) -> None:
-        """Move the weights of the set `name` towards the policy: set + fraction * (policy - set)."""
+        """Move W, the copy of the weights named `name`, towards the policy's weights: W + fraction * (policy - W)."""
         for parameter_name, weight in self.policy_weights.items():
             stored_tensor = self.tensors[name][parameter_name]
             stored_tensor.lerp_(weight.to(stored_tensor.dtype), fraction)
@@ -61,8 +64,9 @@ class WeightSets:
 
     @contextmanager
     def use_weights(self, name: str) -> Iterator[None]:
-        """Return a context manager in which the model computes with the set `name`. Tensors in the policy's dtype are
-        swapped one by one. For other dtypes, the policy's weights are saved and restored, because a cast loses bits."""
+        """Return a context manager in which the model computes with the copy of the weights named `name`. Tensors in
+        the policy's dtype are swapped one by one. For other dtypes, the policy's weights are saved and restored,
+        because a cast loses bits."""
         if name == "policy":
             yield
             return
@@ -84,13 +88,14 @@ class WeightSets:
                     _swap_tensors(weight, self.tensors[name][parameter_name])
 
     def copy_to_policy(self, set_name: str) -> None:
-        """Overwrite the policy's weights with the set `set_name`."""
+        """Overwrite the policy's weights with the copy named `set_name`."""
         for parameter_name, weight in self.policy_weights.items():
             weight.copy_(self.tensors[set_name][parameter_name])
 
 
 class MovingAverage:
-    """Moving average that is updated after optimizer steps, with the decay schedule of DiffusionNFT and Flow-GRPO."""
+    """Moving average of the trained weights, updated after optimizer steps with the decay schedule of DiffusionNFT and
+    Flow-GRPO."""
 
     def __init__(self, weight_sets: WeightSets, train_config: TrainConfig) -> None:
         self._weight_sets, self._decay = weight_sets, train_config.ema_decay
