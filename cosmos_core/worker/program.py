@@ -54,7 +54,8 @@ _USER_CODE_KEYS = ("train.train_policy.trainer_type", "rollout.backend", "policy
 _PACKAGES_THAT_WARN_ON_EACH_RANK = tuple(
     f"cosmos_core.{name}" for name in ("algorithms", "checkpoint", "models", "rollout", "train")
 )
-"""Packages whose warnings are about the recipe, the model or a whole train step, and therefore equal on all ranks."""
+"""Packages whose warnings are about the recipe, the model or a whole train step, and therefore equal on all ranks; only
+the first rank logs them."""
 _MODULES_THAT_WARN_OF_THE_MACHINE = ("cosmos_core.models.kernels", "cosmos_core.rollout.registry")
 
 
@@ -86,7 +87,8 @@ def main() -> int:
 
 
 def run_program(stage: Stage) -> None:
-    """Call the program of the stage's kind, and commit the returned outcome."""
+    """Call the program of the stage's kind, in this process or on several ranks, and commit the outcome that it
+    returns."""
     stage.progress.phase("start")
     world_size = stage.recipe.policy.parallelism.world_size if stage.kind.has_mesh else 1
     has_engines = stage.kind.feed == "rollouts" and stage.recipe.num_engines > 0
@@ -170,7 +172,8 @@ def _configure_rank_logging(*, is_first_rank: bool) -> None:
 
 
 def _call_program(stage_program: Callable[..., Outcome], stage: Stage) -> Outcome:
-    """Call the program of a stage. Report an error in user-defined code with its file and line."""
+    """Call the program of a stage, and return its outcome. Report an error in user-defined code with its file and
+    line."""
     stage_description = f"stage {stage.name!r}: {stage.config.entry}"
 
     def convert_user_error(error: Exception) -> Exception:
@@ -195,8 +198,8 @@ def _call_program(stage_program: Callable[..., Outcome], stage: Stage) -> Outcom
 
 
 def _convert_user_code_error(error: Exception, recipe: Recipe) -> Exception:
-    """Return an error that a user's algorithm, engine or model family raised as a `ProgramError` with the key of the
-    recipe, the file and the line; any other error unchanged."""
+    """Return an error raised in a user's algorithm, engine or model family as a `ProgramError` that names the key of
+    the recipe, the file and the line. Return any other error unchanged."""
     for key in _USER_CODE_KEYS:
         name, frames = str(attrgetter(key)(recipe)), traceback.extract_tb(error.__traceback__)
         with suppress(ConfigError):  # ignore a built-in name, which has no file
@@ -234,7 +237,7 @@ def _run_with_metrics(stage: Stage, stage_program: Callable[..., Outcome]) -> Ou
 
 
 class _WarningHandler(logging.Handler):
-    """Log handler that also reports warnings in `progress.json`."""
+    """Log handler that adds warnings to the stage's `progress.json`, from which the terminal shows them."""
 
     def __init__(self, progress_writer: ProgressWriter) -> None:
         super().__init__(logging.WARNING)
