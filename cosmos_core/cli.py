@@ -346,7 +346,7 @@ def _compose_pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
 
 
 def _check_pipeline(pipeline: Pipeline, *, allows_unsupported_settings: bool = False) -> Path:
-    """Check a pipeline; return the folder of its runs. `allows_unsupported_settings`: print a note, no error."""
+    """Check a pipeline; return its folder of runs. `allows_unsupported_settings`: print the error, do not raise it."""
     from cosmos_core.config.capabilities import check_capabilities
     from cosmos_core.config.mesh import check_meshes
     from cosmos_core.run.directory import create_writable_folder

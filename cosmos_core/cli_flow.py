@@ -97,7 +97,7 @@ def run_flow(entrypoint: str, parameters: Mapping[str, Any], run_id: str, output
         entrypoint: `FILE.py:FLOW`.
         parameters: parameters of the flow, which converts them to the types of its signature.
         run_id: name of the run; empty: a name derived from the flow and its parameters.
-        output_dir: folder of runs and their shared data; the first recipe may name another folder for the run itself.
+        output_dir: folder of runs and their shared data; the recipe of the first stage can name another for the run.
     """
     from cosmos_core.run.directory import create_writable_folder
     from cosmos_core.session import open_session, run_python_flow

@@ -259,8 +259,9 @@ def _check_overrides(recipe_text: str, overrides: Sequence[str]) -> None:
 
 
 def _propose_settings(options: dict[str, str], overrides: Sequence[str] = ()) -> list[_Setting]:
-    """Return the settings that a subprocess, which may import torch, proposes after reading the model and the rows. The
-    overrides may select the subset, split and revision of the rows."""
+    """Return the settings that are proposed for the user's model and rows. A subprocess reads the model and the rows,
+    because only the subprocess can import torch. The overrides can select the subset, split and revision of the
+    rows."""
     from cosmos_core.config.compat.translate import find_parent_table
     from cosmos_core.config.override import parse_override, recipe_overrides
     from cosmos_core.config.schema.dataset import data_suffix
@@ -317,7 +318,8 @@ def _make_recipe_path(options: dict[str, str], output_file: str) -> Path:
 
 
 def _write_recipe(options: dict[str, str], settings: list[_Setting], output_file: str) -> Path:
-    """Write the recipe and return its path; the recipe of an earlier command is overwritten unless edited or in use."""
+    """Write the recipe and return its path. An existing file is overwritten only if an earlier command wrote it, nobody
+    has edited it and no running command uses it; otherwise raise `ConfigError`."""
     path, recipe_text = _make_recipe_path(options, output_file), _render_recipe(options, settings)
     try:
         with path.open("a+", encoding="utf-8") as recipe_file:

@@ -49,13 +49,15 @@ _ORDINARY_KEY_PATTERN = re.compile(
     r"|pad|[be]os|unk|special|extra|added|max|min|num|new|total)s?_(?:keys?|tokens)|keys?|tokens",
     re.I,
 )
-"""Pattern of names that end in `key`, `keys` or `tokens` and name columns, special tokens or numbers of tokens."""
+"""Pattern of names that look like names of secrets but are not: they end in `key`, `keys` or `tokens`, and name
+columns, special tokens or numbers of tokens."""
 _KEY_COLLECTION_PATTERN = re.compile(r"(?:^|_)(?:keys|tokens)_", re.I)
 _USER_SETTING_PATTERN = re.compile(r"(?:^|\.)(?:arguments|custom)\.")
-"""Pattern of a dotted key below a table whose keys users choose."""
+"""Pattern of a dotted key below `arguments` or `custom`, tables whose keys users choose."""
 _URL_WITH_PASSWORD_PATTERN = re.compile(r"(?:[a-z][a-z0-9+.-]*://|^)[^/@\s]*:([^/@\s]+)@", re.I)
 _MIN_BLOCK_OVERLAP_BYTES = 4096
-"""Minimum number of bytes by which two blocks of a file overlap, so that a secret at their boundary is detected."""
+"""Minimum number of bytes by which two consecutive blocks of a file that is masked overlap, so that a secret at their
+boundary is detected."""
 _MIN_SECRET_CHARACTERS = 8
 """Minimum number of characters of a value that is masked: a shorter value, like `false`, may be an ordinary word."""
 _READ_BLOCK_BYTES = 1 << 20
@@ -150,9 +152,9 @@ def find_secrets(settings: Any, keys: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def mask_named_secrets(parameters: Any, keys: tuple[str, ...] = ()) -> Any:
-    """Return parameters of a flow with `***` for each string whose key, or a key above it, names a credential, or that
-    looks like a secret. Names such as "sort_key" and "stop_tokens" name no credential, and `key`, `keys` and `tokens`
-    alone do so only for a word with a digit in a table of names, as in `keys = {"openai": "k1-22"}`."""
+    """Return parameters of a flow with `***` for each string that looks like a secret, or whose key, or a key above it,
+    names a credential. Names such as "sort_key", "key" and "stop_tokens" name no credential. "keys" and "tokens" name
+    one only for a word with a digit in a table below them, as in `keys = {"openai": "k1-22"}`."""
     if isinstance(parameters, Mapping):
         return {key: mask_named_secrets(value, (*keys, str(key))) for key, value in parameters.items()}
     if isinstance(parameters, list | tuple):
@@ -170,8 +172,9 @@ def mask_named_secrets(parameters: Any, keys: tuple[str, ...] = ()) -> Any:
 
 
 def mask_settings(settings: Any, key: str = "") -> Any:
-    """Return settings for display, `key` or the tables below it, with `***` for each string in a table whose keys users
-    choose that looks like a secret, or whose key, or a key above it, is the name of a secret, such as `api_key`."""
+    """Return settings for display, with `***` for secrets. Only strings in tables whose keys users choose are masked:
+    those that look like a secret, and those whose key, or a key above it, is the name of a secret, such as `api_key`.
+    `key` is the dotted key of `settings`, empty for a whole configuration."""
     if isinstance(settings, Mapping):
         return {name: mask_settings(setting, f"{key}.{name}") for name, setting in settings.items()}
     if isinstance(settings, list | tuple):
@@ -227,9 +230,10 @@ def _collect_secrets(variable_names: Iterable[str] = ()) -> list[str]:
 
 
 def _is_secret_setting(key_path: Sequence[str], setting_value: str) -> bool:
-    """Return True if one of the keys that lead to a setting is the name of a secret, and its value is neither a word,
-    such as the name of a column or a special token, as in `text_key = "question"` and `pad_token = "<pad>"`, nor the
-    path of a secret."""
+    """Return True if one of the keys that lead to a setting is the name of a secret, and the value is likely to be a
+    secret. A word, such as `question` in `text_key = "question"`, is no secret unless the key names a credential, such
+    as a password. The value of a key that matches `_LOCATION_KEY_PATTERN` is the path of a secret, and no secret
+    either."""
     secret_names = [_CAMEL_CASE_BOUNDARY_PATTERN.sub("_", key) for key in key_path if _is_secret_name(key)]
     is_plain_word = _WORD_PATTERN.fullmatch(setting_value) and not any(map(_CREDENTIAL_PATTERN.search, secret_names))
     return bool(secret_names) and not (is_plain_word or _LOCATION_KEY_PATTERN.search(key_path[-1]))

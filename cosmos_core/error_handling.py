@@ -13,8 +13,8 @@ def convert_errors(
     convert_error: Callable[[Exception], Exception],
     exempt_types: type[Exception] | tuple[type[Exception], ...] = CosmosError,
 ) -> Iterator[None]:
-    """Raise `convert(error)` for an exception of the block. Exceptions of the classes `exempt_types`, and those that
-    `convert_error` returns unchanged, are raised again."""
+    """Convert an exception of the `with` block: raise the exception that `convert_error` returns for it. Exceptions of
+    the classes `exempt_types`, and those that `convert_error` returns unchanged, are raised again."""
     try:
         yield
     except exempt_types:
@@ -27,7 +27,7 @@ def convert_errors(
 
 @contextmanager
 def cleanup_on_error(clean_up: Callable[[], object]) -> Iterator[None]:
-    """Call `clean_up` if the block raises an exception of any class, then raise it again."""
+    """Call `clean_up` if the `with` block raises an exception of any class, then raise the exception again."""
     try:
         yield
     except BaseException:
@@ -37,7 +37,7 @@ def cleanup_on_error(clean_up: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def log_errors(log_error: Callable[[Exception], object]) -> Iterator[None]:
-    """Pass an exception of the block to `log_error` instead of raising it."""
+    """Pass an exception of the `with` block to `log_error` instead of raising it."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the block must not fail its caller

@@ -69,7 +69,7 @@ class ProgramError(StageFailed):
 
 
 class GateFailed(StageFailed):
-    """Error for a model that does not pass a gate; a retry cannot help."""
+    """Error for a model whose metrics do not satisfy the conditions of a gate stage; a retry cannot help."""
 
     exit_code = EXIT_REFUSED
 

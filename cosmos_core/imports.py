@@ -10,15 +10,15 @@ from contextlib import contextmanager
 
 
 def make_python_command() -> list[str]:
-    """Return the command that starts this interpreter for a module of this package. `python -m` would take the module
-    from the working directory if another checkout lies there, so that directory is left out of the search then."""
+    """Return the command that starts this interpreter for a module of this package. If the working directory contains
+    another checkout of the package, `python -m` would import the module from there; the option `-P` prevents this."""
     is_other_checkout = os.path.isdir("cosmos_core") and not os.path.samefile("cosmos_core", os.path.dirname(__file__))
     return [sys.executable, *["-P"] * is_other_checkout]
 
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection in the block, and exclude the objects created in it from later collections."""
+    """Disable garbage collection in the `with` block, and exclude the objects created in it from later collections."""
     was_collection_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -12,8 +12,8 @@ JOB_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 
 @contextmanager
 def block_job_signals() -> Iterator[None]:
-    """Block the signals in this thread and in the processes that it starts in the block; those of this thread are
-    handled at the end of the block."""
+    """Block the signals in `JOB_SIGNALS` during the `with` block, in this thread and in the processes that it starts.
+    Signals for this thread that arrive during the block are handled at the end of the block."""
     previous_signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
     try:
         yield
@@ -22,8 +22,8 @@ def block_job_signals() -> Iterator[None]:
 
 
 def ignore_job_signals() -> None:
-    """Let this process continue after each of the signals; must be called in the main thread. Child processes do not
-    ignore the signals, because user code may end them with SIGTERM."""
+    """Let this process continue after each signal in `JOB_SIGNALS`; must be called in the main thread. Child processes
+    do not ignore the signals, because user code may end them with SIGTERM."""
     for signal_number in JOB_SIGNALS:
         # Set an empty handler instead of SIG_IGN, because child processes would inherit SIG_IGN.
         signal.signal(signal_number, lambda *_: None)
@@ -32,7 +32,7 @@ def ignore_job_signals() -> None:
 
 
 def unblock_job_signals() -> None:
-    """Unblock the signals in this thread and in the processes that it starts."""
+    """Unblock the signals in `JOB_SIGNALS` in this thread and in the processes that it starts."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
 
 

@@ -134,7 +134,8 @@ async def _run_if_confirmed(response: ElicitationResult[Confirmation], *command_
 
 
 def _build_command(*command_words: str) -> list[str]:
-    """Return the command line of a `cosmos` command without empty words at its end; raise ToolError for an option."""
+    """Return the command line of a `cosmos` command, without empty words at its end. Raise `ToolError` if a word begins
+    with a hyphen, because the words are names and paths, not options."""
     if option_words := [word for word in command_words if word.startswith("-")]:
         raise ToolError(f"{option_words[0]!r} begins with a hyphen, as an option does; give a name or a path")
     num_words = max((i for i, word in enumerate(command_words, start=1) if word), default=0)

@@ -230,8 +230,8 @@ def _run_until_ended(run_flow: Callable[[], Any], run_folder: Path, flow_fn: Any
 
 @contextmanager
 def open_session(output_dir: Path, run_function: Callable[..., int] = run_session) -> Iterator[Callable[..., int]]:
-    """Start a Prefect server with its data below `output_dir`; yield `run_function` with two arguments passed: the
-    stack that stops the server, and a function that waits until the slow server is ready."""
+    """Start a Prefect server with its data below `output_dir`; yield `run_function` with its first two arguments bound:
+    the `ExitStack` that stops the server, and a function that waits until the server responds, which takes seconds."""
     os.environ.update(add_log_silencing_variables(os.environ))
     # Send Prefect's own log lines only to the Prefect server, because the display already shows the progress.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
@@ -247,7 +247,8 @@ def open_session(output_dir: Path, run_function: Callable[..., int] = run_sessio
 
 @contextmanager
 def _keep_display_updated(get_current_run: Callable[[], Run | None], display: ProgressDisplay) -> Iterator[None]:
-    """Update the display during the block from the files of the run, which every process that runs stages updates."""
+    """Update the progress display during the `with` block from the files of the run, which the processes that run
+    stages write."""
     finished_event = threading.Event()
 
     def update_display() -> None:

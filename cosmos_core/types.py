@@ -39,7 +39,7 @@ class StageKind:
     """Whether the stage may call the reward functions of its recipe."""
     reads_model: Literal["", "tokenizer", "weights"] = ""
     """Part of the model that the stage reads; the model is named by the key `model` of the stage, otherwise by its
-    recipe. `cosmos check` checks stages that read a model. Empty: the stage reads no model by itself."""
+    recipe. `cosmos check` checks stages that read a model. Empty: the kind itself reads no model."""
     reads_data: Literal["", "source", "prepared"] = ""
     """Rows that the stage reads. `source`: the data set of its recipe, or of its key `data`. `prepared`: the rows that
     another stage prepared. Empty: no rows."""
@@ -48,7 +48,8 @@ class StageKind:
     allowed_keys: tuple[str, ...] = ()
     """Keys of `[[pipeline.stages]]` that are valid only for the kinds that list them."""
     is_numeric: bool = True
-    """Whether the result depends on the number of threads and the accelerator; if not, any machine may reuse it."""
+    """Whether the result depends on the number of threads and the accelerator; if not, any machine can reuse the
+    result."""
     in_worker: bool = True
     """Whether the stage runs in a worker process; if not, it does light work without torch in the flow's process."""
     is_reusable: bool = True
@@ -60,7 +61,8 @@ class StageKind:
     unread: tuple[str, ...] = ()
     """Recipe keys that this kind does not read although they are below a prefix in `recipe_tables`."""
     reports: tuple[str, ...] = ("*",)
-    """Patterns of the metrics of a result, such as `export/*`; a kind that `scores` may also have held-out metrics."""
+    """Patterns of the names of the metrics that a result can have, such as `export/*`. A kind with `scores` can have
+    validation metrics too."""
     forwards_metrics: bool = False
     """Whether the result repeats the metrics of the stages in `after`."""
     selects_branch: bool = False
@@ -70,7 +72,8 @@ class StageKind:
     check: str = "cosmos_core.train.check:run"
     """Import path of the program with which `cosmos check` checks a stage that reads a model."""
     libraries: tuple[str, ...] = ()
-    """Packages that affect the results of the stage's program; their versions for the worker enter the fingerprint."""
+    """Packages that affect the results of the stage's program; the versions that its worker imports enter the
+    fingerprint."""
 
     def reads_key(self, key: str) -> bool:
         """Return True if a stage of this kind reads a key of its recipe."""
@@ -184,7 +187,8 @@ class FlowSampling:
     num_frames: int = 1
     """Number of frames of a video; 1: an image. An image model ignores the number."""
     conditioning_frame_range: tuple[int, int] = (0, 0)
-    """Range of the number of conditioning latent frames, if there is a clip and the model supports them."""
+    """Minimum and maximum number of latent frames that condition a video, for a prompt with a clip and a model that
+    supports conditioning frames."""
     has_common_initial_noise: bool = False
     """Whether all samples of a prompt start from the same noise."""
     weights_name: str = "policy"
@@ -211,7 +215,7 @@ class Sampling:
     """Temperature by which the trainer divides logits; None: `temperature`."""
 
     may_use_old_weights: bool = False
-    """Whether the weights that sample may be older than the train step that trains on the tokens."""
+    """Whether the weights that sample can be older than the train step that trains on the tokens."""
 
     @property
     def is_off_policy(self) -> bool:

@@ -77,7 +77,8 @@ def post_train(
 def open_run_to_execute(config: str, overrides: Sequence[str], run_id: str, flow_run_id: str = "") -> Run:
     """Return the run to execute: an existing run directory, the run that an earlier attempt of the same flow run
     created, the existing run `run_id` if its configuration is the same, or a new run. Raises `ConfigError` if the
-    configuration is wrong or differs from that of the run, or the target or artifact store is not writable."""
+    configuration is wrong or differs from that of the existing run, or if a publication target or the artifact store is
+    not writable."""
     stage_kinds = all_kinds()
     path = Path(os.path.expanduser(config))
     if path.is_dir():

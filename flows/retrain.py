@@ -133,7 +133,9 @@ def _check_can_be_suspended() -> None:
 def _find_idle_state(
     pipeline: Pipeline, digest: str, flow_run_state: RetrainState | None, last_state: RetrainState | None, approve: bool
 ) -> State[Any] | None:
-    """Return the final state of a flow run that has nothing to do; None if it has to train or to publish."""
+    """Return the final state of a flow run that has nothing to do; None if it has to train or to publish. It has
+    nothing to do if the same data and settings were trained already, if that run waits for an approval, or, for a flow
+    run that was resumed, if newer data was published since."""
     if last_state is None:
         return None
     if last_state.digest == digest and last_state.outcome:
@@ -153,7 +155,8 @@ def _find_idle_state(
 
 
 def _open_unfinished_run(pipeline: Pipeline, content_digest: str, last_state: RetrainState | None) -> Run | None:
-    """Return the run of the last retraining if it has the same content digest and has not ended; otherwise None."""
+    """Return the run of the last retraining if its data and settings had the digest `content_digest` and it has not
+    ended; otherwise None."""
     if last_state is None or last_state.digest != content_digest:
         return None
     if not (_get_run_path(pipeline, last_state.run_id) / PIPELINE_FILE).is_file():
@@ -163,7 +166,8 @@ def _open_unfinished_run(pipeline: Pipeline, content_digest: str, last_state: Re
 
 
 def _open_saved_run(pipeline: Pipeline, run_id: str) -> Run:
-    """Return an earlier run with its own settings, except the price of GPUs and the budget, which may be raised."""
+    """Return an earlier run with the settings that it was created with, except the price of GPUs and the budget: these
+    are taken from `pipeline`, so that a user can raise the budget."""
     return replace_budget(open_run(_get_run_path(pipeline, run_id), all_kinds()), pipeline.config)
 
 
@@ -184,7 +188,9 @@ def _has_same_content(pipeline: Pipeline, content_digest: str, initial_model: st
 def _train_and_publish(
     run: Run, training_stages: list[str], approve: bool
 ) -> tuple[Any, Literal["", "published", "refused", "declined"]]:
-    """Run `training_stages`, then the stages that publish; return the final state of the flow run, and the outcome."""
+    """Run `training_stages`, then the stages that publish a model. With `approve`, the flow run is suspended before the
+    publication until a person approves or declines. Return the final state of the flow run and the outcome of the
+    retraining, as in `RetrainState.outcome`."""
     nonpublishing_stages = list_stages_before_publication(run.pipeline)
     publication_names = [stage.name for stage in run.pipeline.stages if stage.name not in nonpublishing_stages]
     with claim_run(run):
@@ -209,7 +215,8 @@ def _train_and_publish(
 
 def _is_approved(run: Run, approval: liveness.PublicationApproval) -> bool:
     """Return True if a person has approved the models to publish, and False if a person has declined; suspend the flow
-    run until a person decides. The run keeps an approval, which Prefect forgets when the flow run is retried."""
+    run until a person decides. The decision is saved in the run, because Prefect forgets it when the flow run is
+    retried."""
     models_digest = compute_models_digest(run)
     if approval.approved_models == models_digest:
         return True
@@ -240,8 +247,9 @@ def _list_stages_to_run(run: Run, stage_names: list[str]) -> list[str]:
 
 
 def make_start_overrides(pipeline: Pipeline) -> list[str]:
-    """Return overrides with which the first trainings of each published model start from its published version; an
-    empty list if no model was published yet, or the target has no method `where`. A model's last target counts."""
+    """Return overrides with which the first trainings of each published model start from its published version. Return
+    an empty list if no model was published yet, or the target has no method `where`. If several stages publish the
+    model of a training, the last of them counts."""
     publishing_stages = list_publishing_stages(pipeline)
     loadable_stages = [
         stage
@@ -293,8 +301,9 @@ def _check_initial_weights(pipeline: Pipeline, stage: StageConfig, target: str) 
 
 
 def _find_published_address(pipeline: Pipeline, target: str) -> tuple[str, str] | None:
-    """Return the address of the published version of a target and its revision on a Hub; None if there is none. Raises
-    `UploadError` if none is there although a run has published to the target: its disk may not be mounted."""
+    """Return the address of the published version of a target, and its revision if the address is a repository on a
+    Hub; return None if the target has no published version. Raises `UploadError` if it has none although a run has
+    published to the target, for example because the disk of the target is not mounted."""
     publication_target = open_target(target)
     published_record, locate_version = publication_target.published(), getattr(publication_target, "where", None)
     if locate_version is None:

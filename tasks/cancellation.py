@@ -43,7 +43,8 @@ _MAX_REQUEST_SECONDS = 5.0
 _SCHEDULER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # signals that cluster schedulers send before they end a job
 _executed_flow_run_ids: set[UUID] = set()
 _single_request_settings: list[Settings] = []
-"""Settings of Prefect, and their copy in which a client sends each request once."""
+"""Cache of two entries, empty before its first use: the settings of Prefect, and a copy of them with which a client
+sends each request only once."""
 
 
 def wait_unless_cancelled(pending_futures: Collection[futures.Future[Any]]) -> bool:
@@ -56,9 +57,10 @@ def wait_unless_cancelled(pending_futures: Collection[futures.Future[Any]]) -> b
 
 
 def is_cancelled(*, repeats_requests: bool = False) -> bool | None:
-    """Return True if the current flow run, or the parent flow run whose stage it executes, was cancelled or suspended,
-    for example with the Pause button of Prefect's UI; None if the server does not respond, with `repeats_requests` for
-    minutes. Return False outside of a flow run, and if the flow run was deleted."""
+    """Return True if the current flow run was cancelled or suspended, for example with the Pause button of Prefect's
+    UI. The same holds for the parent flow run whose stage the current flow run executes. Return None if the server does
+    not respond; with `repeats_requests`, after repeating the request for minutes. Return False outside of a flow run,
+    and if the flow run was deleted."""
     if not flow_run.id:
         return False
     try:
@@ -115,7 +117,8 @@ def stop_on_signals(
     read_signal_names: Callable[[], Collection[str]], on_stop: Callable[[], None] = lambda: None
 ) -> None:
     """Install signal handlers that let workers save a checkpoint and call `on_stop` before a Python flow ends.
-    `read_signal_names` returns the names of the signals of `train.signal_to_handle` in the recipes so far."""
+    `read_signal_names` returns the signal names in `train.signal_to_handle` of the recipes that the flow has used so
+    far."""
 
     def handle_signal(signal_number: int, stack_frame: object) -> None:
         if signal_number in _SCHEDULER_SIGNALS and signal.Signals(signal_number).name not in read_signal_names():
@@ -157,9 +160,9 @@ def stop_stages(run: Run, stage_futures: list[PrefectConcurrentFuture[Any]]) -> 
 
 
 def make_publication_check() -> Callable[[], None]:
-    """Return a function that any thread calls before it publishes. It raises `Cancelled` if the flow run was cancelled,
-    and `Preempted` if this process was requested to stop. While the server does not respond, it waits; after ten
-    minutes it raises `StageFailed`, since the flow run may have been cancelled."""
+    """Return a function that any thread calls before it publishes. The function raises `Cancelled` if the flow run was
+    cancelled, and `Preempted` if this process was requested to stop. While the Prefect server does not respond, the
+    function waits; after ten minutes it raises `StageFailed`, since the flow run may have been cancelled."""
     flow_run_context = copy_context()  # a copy, because other threads do not see the current flow run and its client
 
     def raise_if_cancelled() -> None:
@@ -190,8 +193,9 @@ def _open_client() -> Iterator[SyncPrefectClient]:
 
 @contextmanager
 def request_once() -> Iterator[None]:
-    """Let Prefect's client not repeat a failed request in the block: it would wait for minutes between two attempts,
-    during which a flow would see neither the end of a stage nor a cancellation."""
+    """Let Prefect's client send each request only once during the `with` block. With Prefect's retries it would wait
+    for minutes after failed requests, and a flow would meanwhile notice neither the end of a stage nor a
+    cancellation."""
     context = get_settings_context()
     if not _single_request_settings or _single_request_settings[0] is not context.settings:
         # Keep the copied settings for later calls, because copying Prefect's settings takes 40 ms.

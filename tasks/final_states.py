@@ -48,7 +48,7 @@ def read_task_state(future: PrefectFuture[Any]) -> State[Any]:
 
 def derive_flow_state(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is_cancelled: bool) -> State[Any]:
     """Return the final state of a flow run from the futures of its stages. If the flow run was suspended, raise
-    Prefect's signal, which ends the process and leaves the flow run suspended."""
+    Prefect's `Pause`, which ends the process and leaves the flow run suspended."""
     incomplete_states = {name: read_task_state(future) for name, future in futures.items() if not has_result(future)}
     if is_cancelled:
         raise_if_suspended()

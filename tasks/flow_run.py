@@ -102,7 +102,8 @@ class PythonFlowState:
     futures: dict[str, Any] = field(default_factory=dict)
     """Futures of the submitted stages, by the name of the stage."""
     calls: dict[str, tuple[StageCall, Path]] = field(default_factory=dict)
-    """Calls that were made, each with the file of its recipe, by the name of the stage."""
+    """Calls of tasks in this execution, each with the file to which relative paths in its recipe refer, by the name of
+    the stage."""
     _state_lock: threading.RLock = field(default_factory=threading.RLock)
     _reserved_names: set[str] = field(default_factory=set)
     _num_active_calls: int = 0
@@ -141,11 +142,12 @@ class PythonFlowState:
 
     @contextmanager
     def add_stage(self, call: StageCall, source_file: Path) -> Iterator[tuple[Run, list[str]]]:
-        """Add the stage that a Python flow calls to the run, unless the run has it, and yield the run and the names of
-        the added stages: the stage, and the stages that it implies. During the block this process claims the run, so
-        that no other process works on it. When no call is active any more, write the report and release the run.
-        Raises `ConfigError` if the settings are wrong, the run has a finished stage of this name with other settings,
-        or another process works on the run, and `StageNotAdded` if a target or the store does not respond."""
+        """Add the stage of a task call to the run, unless an earlier execution has added it. Yield the run and the
+        names of the stages of the call: the stage, and stages that were added implicitly. During the `with` block this
+        process claims the run, so that no other process works on it. When the last concurrent call ends, write the
+        report and release the run. Raises `ConfigError` if the settings are wrong, the run has a finished stage of this
+        name with other settings, or another process works on the run. Raises `StageNotAdded` if a publication target or
+        the artifact store does not respond."""
         with worker.register_active_run():
             with self._state_lock:
                 self._num_active_calls += 1

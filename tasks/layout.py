@@ -49,9 +49,10 @@ def read_upstream_results(run: Run, stage: StageConfig) -> dict[str, Result]:
 
 
 def _find_exported_checkpoint(pipeline: Pipeline, reading_stage: StageConfig, name: str) -> str:
-    """Return the checkpoint of the training `name`, `best` or a step, from which the model of `reading_stage`
-    descends; empty for the final model. A stage without a model, such as a gate, uses the models of the uploads after
-    it. If it has none, as in a Python flow before its upload, it uses the exports in `after`, or else all exports."""
+    """Return the checkpoint of the training `name`, `best` or a step, from which the model of `reading_stage` descends;
+    empty for the final model. If `reading_stage` has no model, as a gate, the models of the uploads that depend on it
+    are used. Without such uploads, as in a Python flow before its upload, the exports in `after` are used, or else all
+    exports."""
     dependent_names = pipeline.stage_and_dependents(reading_stage.name)
     upload_stages = [each for each in pipeline.stages if pipeline.stage_kind(each).makes == "publication"]
     dependent_uploads = [each for each in upload_stages if each.name in dependent_names]

@@ -119,7 +119,9 @@ def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_
 def require_second_slot(
     prefect_client: SyncPrefectClient, stage: StageConfig, flow_run_id: str, key: str = "work_pool"
 ) -> None:
-    """Raise ConfigError if this flow run itself occupies the only slot of the pool, or its queue, that `key` names."""
+    """Raise ConfigError if this flow run itself occupies the only slot of the work pool, or of its queue, on which a
+    child flow run for `stage` is to run. `key` is the key of the stage that names the pool: `work_pool` or
+    `reward_service_pool`."""
     pool_setting, deployment_flow = getattr(stage, key), "stage" if key == "work_pool" else "reward-service"
     if not flow_run_id:
         return

@@ -25,11 +25,12 @@ _POLL_SECONDS = 5.0
 
 
 class RetrainLease:
-    """Exclusive right of a flow run to retrain and publish with one state file, released at the end of a block."""
+    """Exclusive right of a flow run to retrain the pipeline of a state file and to publish its models. The right is
+    released at the end of the `with` block."""
 
     def __init__(self, state_file: Path, flow_run: str, deployment: str = "") -> None:
-        """Prepare the lock and the lease of the state file of a retraining, for the flow run with the id `flow_run` of
-        the deployment with the id `deployment` (empty: no deployment)."""
+        """Prepare the lock and the lease for `state_file`, the state file of a retraining. `flow_run` is the id of this
+        flow run, and `deployment` the id of its deployment (empty: no deployment)."""
         self._variable_name = f"cosmos-retraining-{state_file.stem}-{deployment}".rstrip("-")
         # A flow run acquires this lock before it reads the state file, so that a run with older data does not publish
         # after a run with newer data.
@@ -75,8 +76,9 @@ class RetrainLease:
         return True
 
     def _has_expired(self, prefect_client: SyncPrefectClient, holder_record: Any) -> bool:
-        """Return True if the lease may be taken from its holder: the holder has ended, is an earlier attempt of this
-        flow run, or needs the file lock that this process holds. Each folder of runs has file locks of its own."""
+        """Return True if this flow run can take the lease from its holder: the holder has ended, is an earlier attempt
+        of this flow run, or needs the file lock that this process holds. Each folder of runs has file locks of its
+        own."""
         has_same_lock_file = all(holder_record.get(key) == self._variable_value[key] for key in ("machine", "lock"))
         if holder_record["flow_run"] == self._variable_value["flow_run"] or has_same_lock_file:
             return True

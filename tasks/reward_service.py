@@ -38,7 +38,8 @@ _SERVICE_LOAD_TIMEOUT_SECONDS = 1800.0
 @contextlib.contextmanager
 def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
     """Provide the reward service of a stage during the `with` block; yield the environment variables with its address
-    and token. Raises `RewardError` if the service does not start, `ConfigError` if block or deployment is missing."""
+    and token. Raises `RewardError` if the service does not start, and `ConfigError` if the Prefect block or the
+    deployment of the service does not exist."""
     path, recipe = run.stage_path(stage.name), run.pipeline.recipes[stage.name]
     if stage.reward_service_pool:
         running_service = _run_remote_service(stage, path)

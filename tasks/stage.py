@@ -230,7 +230,8 @@ def run_stage(
     stage_sync = StageSync(run, stage)
 
     def kill_orphaned_worker() -> None:
-        """Kill a worker that holds the lock for longer than the grace period, unless its launcher is alive."""
+        """Kill the worker of an earlier attempt if it still holds the lock of the stage after the grace period, unless
+        its launcher is alive."""
         worker.sleep_unless_stopping(0)
         if time.monotonic() - start_time > run.pipeline.config.grace_seconds:
             worker.reap_attempt(stage_path)
@@ -264,7 +265,8 @@ def run_stage(
 
 
 def _make_stage_error(stage_path: Path, error: Exception) -> CosmosError:
-    """Return the error with which an attempt counts as failed after a bug or a disk error of this process."""
+    """Return the error with which an attempt of a stage fails after an unexpected exception in this process, such as a
+    bug or a full disk."""
     if (disk_error := make_disk_full_error(error, stage_path)) is not None:
         return disk_error
     logger.exception("stage %r", stage_path.name)

@@ -267,8 +267,9 @@ def _make_call(
 
 
 def _find_merge_source(pipeline: Pipeline, merged_names: Sequence[str]) -> StageConfig:
-    """Return the stage from whose initial model the first merged model was trained: the base model of the merge. The
-    search goes back from the first merged stage, over exports and over stages that start from another merged model."""
+    """Return the stage whose initial model is the base model of a merge: the stage with which the trainings of the
+    first merged model began. The search goes back from the first merged stage, over exports and over stages that start
+    from another merged model."""
     stage = pipeline.stage(merged_names[0])
     while name := referenced_stage(pipeline.initial_model(stage)):
         if name not in merged_names and stage.model and not pipeline.stage_kind(stage).reads_key("export.formats"):
@@ -285,8 +286,8 @@ def _find_stage_handle(value: Any) -> StageHandle | None:
 
 
 def _read_recipe(flow: PythonFlowState, name: str, recipe: Any) -> tuple[TomlTable, Path]:
-    """Return the tables of the argument `recipe` of a task (a TOML file, tables, or None), and the file to which
-    relative paths in them refer."""
+    """Return the recipe tables that the argument `recipe` of a task contains, and the file to which relative paths in
+    the tables refer. `recipe` is a TOML file, a dict of tables, or None for no tables."""
     flow_file = Path(flow.entrypoint.rpartition(":")[0])
     if not recipe or isinstance(recipe, Mapping):
         return dict(recipe or {}), flow_file

@@ -83,8 +83,8 @@ class StageSync:
     @contextmanager
     def hold_result_lease(self, expected_fingerprint: Fingerprint) -> Iterator[bool]:
         """Hold the exclusive right among all machines to make the result with the expected fingerprint during the
-        block. Yield True if this machine had to wait for another machine that held the right. Raises `Preempted` if
-        this process was requested to stop while it waited."""
+        `with` block. Yield True if this machine had to wait for another machine that held the right. Raises `Preempted`
+        if this process was requested to stop while it waited."""
         if self._store is None:
             yield False
             return
@@ -103,13 +103,14 @@ class StageSync:
             self._lease.release()
 
     def lease_loss_reason(self) -> str:
-        """Return the reason why this machine has lost the lease and must stop the stage; empty if it may continue."""
+        """Return the reason why this machine has lost the exclusive right to make the result, and must stop the stage;
+        empty if the stage can continue."""
         return self._lease.takeover_message if self._lease else ""
 
     @contextmanager
     def sync_checkpoints(self, expected_fingerprint: Fingerprint) -> Iterator[None]:
-        """Fetch the newest checkpoint that any machine has stored. Then, while the block runs, store each new
-        checkpoint and the progress of the stage. A failure of the store within the block is only logged."""
+        """Fetch the newest checkpoint that any machine has stored. Then, during the `with` block, store each new
+        checkpoint and the progress of the stage. A failure of the artifact store within the block is only logged."""
         if self._store is None:
             yield
             return
@@ -209,7 +210,8 @@ class StageSync:
             stored_record.pull()
 
     def _fetch_missing_outputs(self, result: Result, stage_path: Path) -> bool:
-        """Fetch the outputs from their store if one is missing or damaged on this machine; return True if fetched."""
+        """Fetch the outputs of a result from its artifact store if one of them is missing or damaged on this machine;
+        return True if they were fetched."""
         store_url = result.get(STORE_URL_KEY)
         are_outputs_present = all((stage_path / record["path"]).is_file() for record in result["outputs"])
         if not store_url or (are_outputs_present and find_output_damage(stage_path, result) is None):

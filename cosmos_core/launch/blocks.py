@@ -41,9 +41,9 @@ class RewardService(Block):
 
 
 def load_service_variables(name: str) -> dict[str, str]:
-    """Return the environment variables that tell clients the address and token of the service in `block:NAME`. Raises
-    `ConfigError` if the block, the server or the address is missing, or the server refuses the request, and
-    `StageFailed` if the server does not respond, which may be transient."""
+    """Return the environment variables that tell clients the address and token of the service in the Prefect block
+    `block:NAME`. Raises `ConfigError` if no Prefect server is configured, the block or its address is missing, or the
+    server refuses the request, and `StageFailed` if the server does not respond, which can be transient."""
     block_name = name.removeprefix(BLOCK_PREFIX)
     if not get_current_settings().api.url:
         raise ConfigError(f"reward_service = {name!r}: PREFECT_API_URL is not set; blocks are kept by a Prefect server")

@@ -33,7 +33,7 @@ _FORBIDDEN_CHARACTERS = set("/%&<>")  # characters that Prefect refuses in names
 
 @dataclass(frozen=True)
 class WorkPool:
-    """Settings of a work pool to create or update."""
+    """Settings of a Prefect work pool to create or update."""
 
     name: str
     type: str = "process"

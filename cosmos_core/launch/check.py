@@ -73,8 +73,9 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
 
 
 def check_downstream_stages(pipeline: Pipeline, data_stage_name: str, check_info: dict[str, JsonValue]) -> None:
-    """Check, with `check_info` from the check of a data stage, that downstream stages can use its rows. Raises
-    `DataError` if the rows do not fill a train step, none are held out, or a stage cannot read images."""
+    """Check that the stages that read rows from a data stage can use these rows; `check_info` is the result of the
+    check of the data stage. Raises `DataError` if the rows do not fill a train step, none are held out, or a stage
+    cannot read images."""
     for stage in (each for each in pipeline.stages if referenced_stage(each.data) == data_stage_name):
         stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
         rejection_reason = check_info.get("too_few") if stage_kind.trains_model else None
@@ -94,7 +95,8 @@ def check_downstream_stages(pipeline: Pipeline, data_stage_name: str, check_info
 
 
 def _find_pixel_limits(pipeline: Pipeline, name: str) -> dict[str, int]:
-    """Return the `min_pixels` and `max_pixels` with which a stage reads images; exports pass on those of a training."""
+    """Return the `min_pixels` and `max_pixels` with which a stage reads images: its own settings and, for those that it
+    does not set, the settings of the stage that makes its model."""
     source_name = referenced_stage(pipeline.initial_model(pipeline.stage(name)))
     inherited_limits = _find_pixel_limits(pipeline, source_name) if source_name else {}
     return inherited_limits | dict(image_settings(pipeline.recipes[name]).pixels)
@@ -180,8 +182,9 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
 
 
 def _find_base_stage(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:
-    """Return the first stage of the chain from which `stage` gets its model, because the external model of that stage
-    has the same architecture. Return None if the architecture may differ, or that model is not in one local folder."""
+    """Return the first stage of the chain of stages through which `stage` gets its model. The external model of the
+    first stage exists already and has the same architecture. Return None if the architecture may differ, or if the
+    external model is not in one local folder."""
     original_stage = stage
     while upstream_name := referenced_stage(stage.model):
         stage = pipeline.stage(upstream_name)

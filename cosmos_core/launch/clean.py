@@ -94,7 +94,7 @@ def remove_runs(output_dir: Path, decisions: Iterable[RetentionDecision]) -> Ite
 
 
 def _move_unused_downloads(output_dir: Path, trash_folder: Path) -> None:
-    """Move downloads to which no run refers to the trash folder; each retraining may have downloaded a model."""
+    """Move the downloads that no run uses to the trash folder; each retraining can have downloaded a model."""
     downloads_folder = output_dir / SHARED_FOLDER / DOWNLOADS_FOLDER
     for download_folder in filter(Path.is_dir, downloads_folder.glob("*")):
         download_id = download_folder.name.removesuffix(PARTIAL_DOWNLOAD_SUFFIX)

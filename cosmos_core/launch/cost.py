@@ -146,8 +146,9 @@ def _estimate_disk_bytes(
 def _estimate_from_history(
     stage: StageConfig, num_steps: int | None, earlier_runs: Sequence[RunRecord], gpu_type: str
 ) -> tuple[float, str] | None:
-    """Return the seconds of a stage for `num_steps` steps, from the newest run that recorded it, and a description of
-    that run; None without such a run. A training counts if it completed a step, on GPUs of the type `gpu_type`."""
+    """Return the seconds of a stage with `num_steps` steps, estimated from the newest earlier run that recorded the
+    stage, and a description of that run. A training counts only if it completed a step, on GPUs of the type `gpu_type`
+    (empty: any type). Return None if no earlier run counts."""
     for run in earlier_runs:
         matching_records = (each for each in run.stages if each.name == stage.name and each.kind.name == stage.kind)
         if (stage_record := next(matching_records, None)) is None or not stage_record.seconds:
@@ -164,7 +165,8 @@ def _estimate_from_history(
 
 def _estimate_from_pace(stage_record: StageRecord, num_steps: int | None) -> tuple[float, str] | None:
     """Return the seconds of a training with `num_steps` steps (None: as many as the earlier training `stage_record`),
-    from the durations of steps, validations and other work in `stage_record`, and its pace as text; None: no step."""
+    and a text about the pace of the earlier training. The estimate uses the durations of steps, validations and other
+    work in `stage_record`. Return None if the earlier training completed no step."""
     step_times, validation_times = (
         [float(line[name]) for line in stage_record.metric_lines if isinstance(line.get(name), int | float)]
         for name in ("time/step", "time/validate")

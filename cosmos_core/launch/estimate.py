@@ -29,7 +29,7 @@ StageEstimate = dict[str, Any] | str
 def estimate_stages_in_worker(
     pipeline: Pipeline, decision_by_stage: Mapping[str, StageDecision]
 ) -> Iterator[tuple[str, StageEstimate]]:
-    """Estimate each training stage in turn; yield its name and the estimate. `decision_by_stage` tell which stages are
+    """Estimate each training stage in turn; yield its name and the estimate. `decision_by_stage` shows which stages are
     finished. Raises `ConfigError`, `DataError` or `ModelError` for a wrong input, and `StageFailed` after a crash."""
     for stage in pipeline.stages:
         if not pipeline.stage_kind(stage).trains_model:

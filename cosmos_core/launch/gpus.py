@@ -59,9 +59,10 @@ def hold_stage_gpus(
 def hold_gpus(
     num_gpus: int, report_waiting: Callable[[str], None], *, should_hold_all_free: bool = False
 ) -> Iterator[tuple[dict[str, str], Sequence[int]]]:
-    """Hold `num_gpus` GPUs (all GPUs if there are fewer, with `should_hold_all_free` all free ones) during the block;
-    yield the environment variable that selects them and the lock descriptors that the worker inherits, on a machine
-    without GPUs empty values. `report_waiting` is called repeatedly with the reason, and may raise to stop waiting."""
+    """Hold `num_gpus` GPUs of this machine, or all if it has fewer, during the `with` block. With
+    `should_hold_all_free`, hold at least as many, and all that are free. Yield the environment variable that selects
+    these GPUs, and the lock descriptors that the worker inherits; both are empty on a machine without GPUs. While too
+    few GPUs are free, `report_waiting` is called repeatedly with the reason; it can raise an error to stop waiting."""
     gpu_uuid_by_device = map_device_entries_to_uuids() if num_gpus else {}
     if gpu_uuid_by_device:
         try:  # test whether this user can lock files in the cache folder
@@ -85,7 +86,8 @@ def hold_gpus(
 
 
 def _lock_free_gpus(gpu_uuid_by_device: Mapping[str, str], min_gpus: int, max_gpus: int) -> dict[str, FileLock]:
-    """Lock the first free GPUs, at most `max_gpus`, and return the locks; none if fewer than `min_gpus` are free."""
+    """Lock the first free GPUs, at most `max_gpus`, and return the locks by entry of `CUDA_VISIBLE_DEVICES`. Return an
+    empty dict, without any lock, if fewer than `min_gpus` GPUs are free."""
     gpu_locks: dict[str, FileLock] = {}
     for device_entry, uuid in gpu_uuid_by_device.items():
         gpu_lock = FileLock(user_cache_folder() / "gpus" / f"{uuid.replace('/', '-')}.lock")

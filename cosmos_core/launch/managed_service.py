@@ -38,11 +38,12 @@ def managed_reward_service(
     environment: Mapping[str, str] = {},
     host: str = "127.0.0.1",
 ) -> Iterator[dict[str, str]]:
-    """Run the reward service of the configuration file `config` during the block; yield the environment variables that
-    tell clients the address and token of the service. `check_stop` is called while the service loads, and may raise an
-    error to give up. If `config` is `block:NAME`, the Prefect block names a service that is already running. If
-    `config` is empty, `environment` may name the service that the stage uses. `host` is the address on which a started
-    service listens. Raises `RewardError` if the service does not start, `ConfigError` if the block does not exist."""
+    """Run the reward service of the configuration file `config` during the `with` block; yield the environment
+    variables that tell clients the address and token of the service. If `config` is `block:NAME`, the Prefect block
+    names a service that is already running. If `config` is empty, `environment` can name the service that the stage
+    uses. `check_stop` is called while the service loads, and can raise an error to give up. `host` is the address on
+    which a started service listens. Raises `RewardError` if the service does not start, `ConfigError` if the block does
+    not exist."""
     if not config or config.startswith(BLOCK_PREFIX):
         service_variables = load_named_service(config)
         try:

@@ -17,9 +17,9 @@ _POLLING_LOOP_MODULES = ("prefect._internal.observers", "prefect.workers.base", 
 
 
 def keep_polling() -> None:
-    """Let the polling loops of a worker continue after any number of failed requests to its server. Prefect ends the
-    loop for cancelled flow runs after three failures in a row, the other loops, and the worker, after twelve, and each
-    of them if the server limits its requests (status 429)."""
+    """Let the polling loops of a worker continue after any number of failed requests to its server. Otherwise, Prefect
+    ends the loop for cancelled flow runs after three failures in a row, and the other loops, with the worker, after
+    twelve. A response with the status 429 (too many requests) ends any of the loops."""
     for name in _POLLING_LOOP_MODULES:
         loop_module = importlib.import_module(name)
         loop_module.critical_service_loop = partial(_poll_forever, loop_module.critical_service_loop)  # type: ignore[attr-defined]

@@ -42,10 +42,10 @@ _UNUSED_SERVICES = ("SCHEDULER", "LATE_RUNS", "FOREMAN", "TRIGGERS", "TASK_RUN_R
 
 @contextmanager
 def prefect_server(folder: Path) -> Iterator[Callable[[], None]]:
-    """Set `PREFECT_API_URL` inside the block; if it is unset, start a server below `folder`. Yield a function that
-    waits until the server responds, so that the caller can do other work first. Enter the block before the first import
-    of Prefect, which reads the environment once. Raises `ConfigError` if no server responds at `PREFECT_API_URL`,
-    `DiskFull` if the folder cannot be written, and `StageFailed` if the server did not start."""
+    """Set `PREFECT_API_URL` during the `with` block; if it is unset, start a server below `folder`. Yield a function
+    that waits until the server responds, so that the caller can do other work first. Enter the block before the first
+    import of Prefect, which reads the environment once. Raises `ConfigError` if no server responds at
+    `PREFECT_API_URL`, `DiskFull` if the folder cannot be written, and `StageFailed` if the server did not start."""
     if url := os.environ.get("PREFECT_API_URL"):
         _wait_for_server(url)
         yield lambda: None

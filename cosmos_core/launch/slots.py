@@ -11,7 +11,8 @@ _POLL_SECONDS = 0.2
 
 
 def make_branch_semaphores(pipeline: Pipeline) -> dict[str, threading.Semaphore]:
-    """Return the semaphore that each stage in a branch of a sweep holds, by stage name, except for unlimited stages."""
+    """Return the semaphore of each stage in a branch of a sweep, by stage name. A stage holds its semaphore while it
+    runs; stages whose concurrency is not limited have none."""
     semaphore_by_stage: dict[str, threading.Semaphore] = {}
     for sweep_stage in pipeline.stages:
         if sweep_stage.sweep is None:
@@ -26,7 +27,8 @@ def make_branch_semaphores(pipeline: Pipeline) -> dict[str, threading.Semaphore]
 
 @contextmanager
 def hold_semaphore(semaphore: threading.Semaphore | None) -> Iterator[None]:
-    """Hold a semaphore during the block; None sets no limit. Raises `Preempted` if the run was stopped."""
+    """Hold a semaphore during the `with` block; None sets no limit. Raises `Preempted` if the run is stopped during the
+    wait."""
     if semaphore is None:
         yield
         return

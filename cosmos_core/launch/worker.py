@@ -47,7 +47,8 @@ class _ChildRegistry:
 
     @contextmanager
     def register_active_run(self) -> Iterator[None]:
-        """Mark a run as active in the block; `stop_all` stays in effect until the next run of this process begins."""
+        """Count a run of this process as active during the `with` block. A stop request of `stop_all` stays in effect
+        until a run begins while no other run is active."""
         with self._registry_lock:
             # A stop request is cleared only while no run is active: threads of a cancelled run must still see it.
             if self._num_active_runs == 0:

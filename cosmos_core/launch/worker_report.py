@@ -105,7 +105,8 @@ def max_seconds_without_process(pid: str, worker_hosts: Collection[str]) -> floa
 
 
 def read_recent_reports(prefect_client: Any) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield each report of the last five minutes, with the seconds by which its machine is ahead of the server."""
+    """Yield each report of the last five minutes, with the seconds by which the clock of its machine is ahead of the
+    clock of the server."""
     request_body: dict[str, Any] = {"variables": {"name": {"like_": REPORT_VARIABLE_PREFIX}}, "offset": 0}
     # Read page by page, because one response of the server has at most 200 variables.
     while variables := prefect_client.request("POST", "/variables/filter", json=request_body).json():

@@ -241,8 +241,9 @@ class Bucket:
         return self._retry_read(read_object)
 
     def download(self, key: str, path: Path, etag: str = "") -> None:
-        """Download an object, and replace the file `path` atomically if the received bytes match the digest of the
-        store; try at most three times. If `etag` is not empty, only this version of the object is downloaded."""
+        """Download an object, and replace the file `path` atomically if the received bytes match the digest that the
+        store reports; try at most three times. If `etag` is not empty, only this version of the object is
+        downloaded."""
         read_condition = {"IfMatch": f'"{etag}"'} if etag else {}
 
         def download_object(temporary_path: Path) -> None:
@@ -305,7 +306,8 @@ class _TransferDigest:
             self._hash.update(block)
 
     def verify(self, key: str) -> None:
-        """Raise `_DigestMismatchError` if the digest of the received bytes differs from the digest of the store."""
+        """Raise `_DigestMismatchError` if the digest of the received bytes differs from the digest that the store
+        reports."""
         if self._hash is not None and self._hash.hexdigest() != self._expected_digest:
             raise _DigestMismatchError(f"{key} arrived altered {_MAX_TRANSFER_ATTEMPTS} times")
 

@@ -78,8 +78,9 @@ def is_weight_file(file: Path) -> bool:
 
 
 def create_linked_model_folder(inputs: Sequence[StageInput], folder: Path) -> str:
-    """Create a model folder of symbolic links to the weight files among the inputs (role `weights`) and to all other
-    files of the input model. Return `folder`, or an empty string if no input is a weight file."""
+    """Create a folder of symbolic links for a model whose weight files are separate inputs of a stage: links to these
+    inputs (role `weights`), and to the files of the model folder (role `model`) other than its weights. Return
+    `folder`, or an empty string if no input is a weight file."""
     weight_files = [Path(stage_input.location) for stage_input in inputs if stage_input.role == "weights"]
     if not weight_files:
         return ""

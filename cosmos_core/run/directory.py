@@ -66,9 +66,9 @@ class RunStartInfo(JsonDocument):
     versions: dict[str, str] = {}
     seeds: dict[str, int | None] = {}
     kinds: dict[str, dict[str, Any]] = {}
-    """Declared properties of each stage kind of the run, by name of the kind."""
+    """Properties of each kind of stage in the run, as `types.StageKind`, by name of the kind."""
     fixed: dict[str, Any] = {}
-    """Settings that the creation of the run replaced, such as `threads`: the values in the user's config, by key."""
+    """Values in the user's config of the settings that the creation of the run replaced, such as `threads`, by key."""
     entrypoint: str = ""
     """Import path `FILE.py:FLOW` of the Python flow that created the run; empty: a TOML file did."""
     parameters: dict[str, Any] = {}
@@ -92,7 +92,7 @@ class Run:
 
     @property
     def id(self) -> str:
-        """Return the run id: `YYYYmmddHHMMSS`, with a suffix if another run began in the same second."""
+        """Return the run id, the name of the run's folder: by default the time of its creation, `YYYYmmddHHMMSS`."""
         return self.path.name
 
     @property
@@ -114,8 +114,9 @@ def create_run(
     pipeline: Pipeline, *, run_id: str = "", requires_exact_id: bool = False, entrypoint: str = "",
     parameters: dict[str, Any] | None = None
 ) -> Run:  # fmt: skip
-    """Create the directory of a new run if this machine can run the pipeline. If another run has the id `run_id`, add a
-    number to it, or raise an error if `requires_exact_id`. `run.json` records `entrypoint` and `parameters` of a flow.
+    """Create the directory of a new run if this machine can run the pipeline. If a run with the id `run_id` exists,
+    append a number to the id, or raise an error if `requires_exact_id`. For a Python flow, `run.json` records its
+    `entrypoint` and `parameters`.
 
     Raises:
         ConfigError: this version does not support a setting, the output folder is not writable, or `run_id` is invalid.
@@ -185,8 +186,8 @@ def open_or_create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
 
 
 def replace_budget(run: Run, config: PipelineConfig) -> Run:
-    """Return the run with the price of GPUs and the budget of `config`, which `claim_run` saves; raise ConfigError if a
-    value is not positive or there is a budget without a price."""
+    """Return the run with the price of GPUs and the budget of `config`, which `claim_run` then saves; raise ConfigError
+    if a value is not positive or there is a budget without a price."""
     budget_values = {key: getattr(config, key) for key in BUDGET_KEYS}
     new_config = run.pipeline.config.model_copy(update=budget_values)
     if new_config == run.pipeline.config:
@@ -213,7 +214,7 @@ def open_run(path: Path, stage_kinds: StageKinds) -> Run:
 
 
 def flow_runs_folder(output_dir: Path) -> Path:
-    """Return the folder with one file per flow run, which contains the id of the run that the flow run worked on."""
+    """Return the folder with one file per flow run; the file contains the id of the run that the flow run works on."""
     return output_dir / SHARED_FOLDER / "flow_runs"
 
 
@@ -234,7 +235,8 @@ def describe_removal(run: Run) -> str:
 
 def claim_run(run: Run, start_time: float | None = None) -> FileLock:
     """Acquire the lock that a process must hold to run the stages of `run`, and save a changed price or budget; raise
-    ConfigError if another process holds it. The command began at the unix time `start_time`; None: now."""
+    ConfigError if another process holds the lock. `start_time` is the unix time at which this command began; None:
+    now."""
     if run_lock := try_claim_run(run, start_time):
         return run_lock
     status_command = f"cosmos status {shlex.quote(str(run.path))}"
@@ -284,7 +286,7 @@ def supersede_stage(stage_path: Path) -> None:
 
 
 def list_attempt_folders(run_path: Path, stage_name: str) -> list[Path]:
-    """Return the folder of a stage in a run, followed by its folders in `superseded`."""
+    """Return the folder of a stage in a run, followed by the folders of its earlier attempts in `superseded/`."""
     return [run_path / "stages" / stage_name, *(run_path / "superseded").glob(f"{stage_name}.*")]
 
 
@@ -353,8 +355,8 @@ def write_run_list(output_dir: Path) -> None:
 
 
 def find_differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
-    """Return the keys in which this pipeline differs from the pipeline of an existing run; raise ConfigError if
-    `run.json` is damaged, so that the original settings are unknown."""
+    """Return the keys in which this pipeline differs from the pipeline that an existing run was created from; raise
+    ConfigError if `run.json` is damaged, because the original settings are then unknown."""
     start_info = read_start_info(run_path)
     if start_info is None:
         resume_command = f"cosmos resume {shlex.quote(str(run_path))}"

@@ -35,12 +35,13 @@ from cosmos_core.run.libraries import QUANTIZATION_LIBRARIES, RECORDED_LIBRARIES
 from cosmos_core.types import StageKind, is_at_or_below
 
 COPIED_FILES_KEY = "carried"
-"""Name of the fingerprint ingredient for the files of a model that training does not read and that exports copy."""
+"""Key in `Fingerprint.ingredients` for the files of a model that training does not read and that exports copy."""
 _BUILTIN_CUSTOM_TABLES = ("dataset", "vision")  # tables of `[custom]` that this package reads
 _INPUT_ROLES = frozenset(get_args(InputRole)) - {"end_tokens"}
 _EOS_TOKEN_KEY = "eos_token_id"
 _ROW_ENCODING_KEYS = ("rollout.multi_turn_config.tools", "policy.model_class")
-"""Keys of user code on which prepared rows depend: tools are described in prompts, model families encode media."""
+"""Recipe keys that can name user code on which prepared rows depend: prompts describe the tools, and the model class
+encodes images and videos."""
 InputEntry = tuple[str, str, str, str]
 """Input of a stage in a fingerprint: its role, key and name, and the digest of its content."""
 
@@ -166,7 +167,8 @@ def _computes_rewards(stage_input: StageInput, stage_kind: StageKind) -> bool:
 
 
 def _compute_input_digest(stage_input: StageInput, digest_cache: DigestCache) -> Any:
-    """Return a value that identifies the content of an input: a digest, a pinned name, or the ids of end tokens."""
+    """Return a value that identifies the content of an input: a digest or a pinned name; for the role `end_tokens`, the
+    ids of the end tokens."""
     if stage_input.location_type in {"stage", "literal"}:
         return stage_input.location  # no digest, because the ingredient `inputs` has that of a stage's result
     if stage_input.location_type == "store":
@@ -254,17 +256,20 @@ def make_read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[
 
 
 def count_worker_threads(pipeline: Pipeline) -> int:
-    """Return the number of CPU threads of a worker: the setting of the pipeline, or else the number of its machine."""
+    """Return the number of CPU threads of a worker: `threads` of the pipeline or, if unset, that of the workers'
+    machine."""
     return pipeline.config.threads or collect_stage_machine_properties(pipeline).threads
 
 
 def collect_stage_machine_properties(pipeline: Pipeline, *, has_several_ranks: bool = False) -> MachineProperties:
-    """Return the properties of the machine that runs the stages, with the versions of all recorded libraries."""
+    """Return the properties of the machine that runs the stages, with the versions of the libraries
+    `RECORDED_LIBRARIES`."""
     return measure_worker_machine(RECORDED_LIBRARIES, pipeline.config.python, may_use_ray=has_several_ranks)
 
 
 def _remove_media_paths(recipe_values: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe values without paths in `custom.dataset`: the content of these files is hashed instead."""
+    """Return the recipe values without the media paths in `custom.dataset`: the content of these files is hashed
+    instead."""
     custom_table = recipe_values.get("custom") or {}
     if not isinstance(custom_table.get("dataset"), dict):
         return recipe_values
@@ -274,7 +279,8 @@ def _remove_media_paths(recipe_values: dict[str, Any]) -> dict[str, Any]:
 
 def _label_user_code(inputs: Sequence[StageInput], is_key_read: Callable[[str], bool]) -> dict[str, str]:
     """Return a label for each import path of a user's reward, algorithm or engine that the stage reads. The label is
-    the path without folders, because the location of the file does not change the result."""
+    the path without folders, because the location of the file does not change the result; if two labels are equal, the
+    whole paths are used."""
     code_inputs = [each for each in inputs if each.role in {"code", "reward"} and each.location_type == "code"]
     import_paths = sorted({each.location for each in code_inputs if is_key_read(each.key)})
     labels = [import_path.rpartition("/")[2] for import_path in import_paths]
@@ -282,7 +288,8 @@ def _label_user_code(inputs: Sequence[StageInput], is_key_read: Callable[[str], 
 
 
 def _replace_import_paths(nested_value: Any, code_labels: Mapping[str, str]) -> Any:
-    """Return nested values in which each import path of user code, as key or value, is replaced as in `code_labels`."""
+    """Return nested values in which each import path of user code, a key or a value, is replaced by its label in
+    `code_labels`."""
     if isinstance(nested_value, str):
         return code_labels.get(nested_value, nested_value)
     if isinstance(nested_value, list):

@@ -21,7 +21,8 @@ from cosmos_core.run.state import GpuInterval, read_state, update_state
 
 @contextmanager
 def record_gpu_time(stage_path: Path, num_gpus: int) -> Iterator[None]:
-    """Record that the next attempt of a stage holds `num_gpus` GPUs during the block; record nothing for 0 GPUs."""
+    """Record that the next attempt of a stage holds `num_gpus` GPUs during the `with` block; record nothing for 0
+    GPUs."""
     if not num_gpus:
         yield
         return
@@ -45,7 +46,7 @@ def read_gpu_intervals(stage_path: Path) -> list[GpuInterval]:
 
 
 def sum_gpu_seconds(intervals: list[GpuInterval]) -> float:
-    """Return the GPU seconds of closed intervals: durations times numbers of GPUs."""
+    """Return the GPU seconds of intervals that have ended: the sum of duration times number of GPUs."""
     return sum(max(0.0, (interval.end or interval.begin) - interval.begin) * interval.gpus for interval in intervals)
 
 
@@ -64,7 +65,7 @@ def compute_run_gpu_seconds(run_path: Path) -> float:
 
 def add_gpu_time_to_result(stage_path: Path) -> Result:
     """Add the GPU seconds of a finished stage to its `result.json`, as `gpu_seconds` and by attempt as `attempts`, and
-    return it. The digest of the result does not cover these values, and a full disk may prevent the write."""
+    return the result. The digest of the result does not cover these values, and a full disk may prevent the write."""
     result, result_path = read_result(stage_path), stage_path / RESULT_FILE
     assert result is not None
     intervals_by_attempt: dict[int, list[GpuInterval]] = {}

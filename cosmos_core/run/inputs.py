@@ -33,9 +33,9 @@ GENERATOR_PACKAGE = "reasoning-gym"
 """Package that generates rows of reasoning tasks and computes their reward."""
 _NEAR_DUPLICATES_KEY = "train.train_policy.clean.near_duplicates"
 _PACKAGE_REQUIRING_KEYS = ("evaluate.tasks", "sample.endpoint", _NEAR_DUPLICATES_KEY)
-"""Recipe keys that require a package only in stages whose kind reads the key."""
+"""Recipe keys that require an optional package, but only in stages of a kind that reads the key."""
 _EXTRA_BY_PACKAGE = {"datasketch": "clean", "lm-eval": "eval", "mlflow-skinny": "mlflow"}
-"""Name of the extra that installs a package, if it differs from the name of the package."""
+"""Extra of this project that installs an optional package, if its name differs from the name of the package."""
 
 
 def check_inputs(pipeline: Pipeline) -> None:

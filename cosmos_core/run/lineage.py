@@ -68,7 +68,8 @@ def _find_changed_file(folder: Path, digest_by_file: dict[str, str]) -> str:
 
 
 def _find_replaced_model(stage_path: Path, digest_by_file: dict[str, str]) -> str:
-    """Return a description if the stage whose model was published has made a model with other weights since."""
+    """Return a description if the stage whose model was published has made a model with other weights since; otherwise
+    an empty string."""
     with suppress(ConfigError):
         model_stage = referenced_stage(load_stage(stage_path).config.model)
         result = read_result(stage_path.parent / model_stage) if model_stage else None
@@ -114,7 +115,8 @@ def collect_lineage(stage_path: Path) -> list[LineageEntry]:
 
 
 def _check_source(source: ExternalSource) -> str:
-    """Return the status of an external source; a folder is not hashed again, as only some of its files were read."""
+    """Return the status of an external model or data set, as in `LineageEntry.status`. A folder is not hashed again,
+    because the stage read only some of its files."""
     path = Path(source.name)
     if path.is_file():
         return "verified" if sha256(path) == source.digest else "altered since"

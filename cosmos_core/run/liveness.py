@@ -50,7 +50,8 @@ class PublicationApproval(JsonDocument):
 
 
 def save_approval(run_path: Path, approval: PublicationApproval | None) -> None:
-    """Save the approval that the publication of a run needs; None removes it, because no approval is needed."""
+    """Save the approval that the publication of a run needs; None removes the saved approval, because no approval is
+    needed."""
     approval_file = run_path / "locks" / _APPROVAL_FILE
     if approval is None:
         approval_file.unlink(missing_ok=True)
@@ -64,13 +65,15 @@ def read_required_approval(run_path: Path) -> PublicationApproval | None:
 
 
 def read_open_approval(run_path: Path) -> PublicationApproval | None:
-    """Return the request for approval of a run that is pending or declined; None if there is none."""
+    """Return the pending or declined request to approve the publication of a run; None if there is no such request."""
     approval = read_required_approval(run_path)
     return approval if approval and (approval.is_declined or time.time() < approval.until) else None
 
 
 def check_approval(run_path: Path) -> None:
-    """Raise ConfigError if a run is continued outside of its flow run before a person has approved its models."""
+    """Raise ConfigError if the publication of a run needs the approval of a person and has none yet. `cosmos resume`
+    and the flow `post-train` call this, because only the flow run that requested the approval can continue such a
+    run."""
     approval = read_required_approval(run_path)
     if approval is not None and not approval.approved_models:
         raise ConfigError(
@@ -104,7 +107,7 @@ def record_flow_state(run_path: Path, flow_state: str) -> None:
 
 
 def record_stop(run_path: Path, stage_names: Iterable[str]) -> None:
-    """Record that the flow of a TOML file was asked to stop, unless all of its `stage_names` are finished."""
+    """Record that the flow of a TOML file was asked to stop, unless all stages in `stage_names` are finished."""
     if not all(read_state(run_path / "stages" / name).state in FINISHED_STATES for name in stage_names):
         record_flow_state(run_path, "stopped")
 
@@ -115,7 +118,8 @@ def is_flow_running(run_path: Path) -> bool:
 
 
 def has_flow_completed(run_path: Path) -> bool:
-    """Return True if the last execution of a Python flow has completed, even if it caught the failure of a stage."""
+    """Return True if the last execution of a Python flow has completed, even if the flow caught the failure of a
+    stage."""
     return _read_flow_state(run_path) == "completed"
 
 
@@ -131,7 +135,8 @@ def derive_flow_outcome(run_path: Path) -> Literal["done", "failed", "stopped", 
 
 
 def derive_inactive_run_outcome(run_path: Path) -> Literal["running", "stopped", "died"]:
-    """Return the outcome of a run of which no stage is active and at least one is still to run."""
+    """Return the outcome of a run of which no stage is active and at least one is still to run: `stopped` after a stop
+    request, `died` if its process on this machine has ended, otherwise `running`."""
     if _read_flow_state(run_path) == "stopped":
         return "stopped"
     return "running" if find_dead_holder_start_time(run_path) is None else "died"
@@ -154,7 +159,8 @@ def has_lost_launcher(stage_state: StageState) -> bool:
 
 
 def is_stage_dead(stage_state: StageState, current_time: float) -> bool:
-    """Return True if a stage is marked as running although its launcher and its worker have ended."""
+    """Return True if a stage is marked as running although its launcher and its worker have ended or, on another
+    machine, its launcher has not renewed `state.json` for `LEASE_SECONDS`."""
     if stage_state.state not in ACTIVE_STATES:
         return False
     if stage_state.launcher_pid is not None and stage_state.is_local:

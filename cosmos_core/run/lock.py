@@ -41,7 +41,7 @@ class FileLock:
         return True
 
     def acquire(self, *, on_poll: Callable[[], object] = lambda: None) -> None:
-        """Wait for the lock; call `on_poll` between attempts, which may raise an error to stop waiting."""
+        """Wait for the lock; call `on_poll`, which can raise an error to stop waiting, after each failed attempt."""
         while not self.try_acquire():
             on_poll()
             time.sleep(_POLL_SECONDS)

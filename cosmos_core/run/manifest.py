@@ -80,8 +80,9 @@ def commit_manifest(
     inputs: dict[str, Result],
     sources: Sequence[ExternalSource] = (),
 ) -> Result:
-    """Write the manifest of a finished stage; raise StageFailed if an output is missing, ConfigError if an output is
-    not below the folder of the stage, a metric is no number, or `info` holds a value that JSON or TOML lacks."""
+    """Write the manifest of a finished stage. Raise StageFailed if an output is missing, and ConfigError if an output
+    is not below the folder of the stage, a metric is no number, or `stage_outcome.info` holds a value that JSON or TOML
+    lacks."""
     name, outputs, metrics = stage_path.name, stage_outcome.outputs, dict(stage_outcome.metrics)
     outputs = (outputs,) if isinstance(outputs, str | Path) else tuple(outputs)  # user code may return a single path
     for key, value in metrics.items():
@@ -149,8 +150,8 @@ def read_result(stage_path: Path) -> Result | None:
 
 def find_output_damage(stage_path: Path, result: Result, *, ignores_cache: bool = False) -> str | None:
     """Return a description of the first damaged output of a finished stage, or None; outputs in an artifact store may
-    be missing on this machine. A file is hashed again if its size, modification time or inode is not as recorded, or
-    with `ignores_cache`; the record of a file with the same content is updated."""
+    be missing on this machine. A file of the recorded size is hashed again if its modification time or inode is not as
+    recorded, or with `ignores_cache`; if its content is unchanged, its record is updated."""
     has_changed_records = False
     for file_record in result["outputs"]:
         file = stage_path / file_record["path"]

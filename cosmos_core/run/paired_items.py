@@ -31,9 +31,9 @@ class PairedDifferences:
         return math.fsum(self.item_differences) / len(self.item_differences)
 
     def p_value(self, margin: float = 0.0) -> float:
-        """Return the probability (p-value) of a mean difference at least as high as this one if the true mean
-        difference is `margin`, by McNemar's exact test for a binary metric without a margin, otherwise by the paired
-        Student's t-test. Raises `ConfigError` if SciPy is not installed."""
+        """Return the p-value of the mean difference: the probability of a mean at least as high if the true mean
+        difference is `margin`. The test is McNemar's exact test for a binary metric and a margin of 0, otherwise the
+        paired Student's t-test. Raises `ConfigError` if SciPy is not installed."""
         stats = _import_scipy_stats()
         if self.has_binary_metric and not margin:
             num_better = sum(difference > 0 for difference in self.item_differences)
@@ -83,9 +83,9 @@ def compute_sample_size(num_items: int, detectable_difference: float, difference
 def find_published_item_folders(
     publication_record: Mapping[str, Any], metric: str, stage_names: Collection[str]
 ) -> Iterator[Path]:
-    """Yield the stage directories on this machine whose evaluation measured `metric` of the published model and kept
-    the items, first those of `stage_names`: others may have measured the same value of another model.
-    `publication_record` is the record of the published model."""
+    """Yield the stage directories on this machine with the items of an evaluation that measured the published value of
+    `metric`. The stages in `stage_names` come first, because other stages may have measured the same value of another
+    model. `publication_record` is the record of the published model."""
     item_files = Path(publication_record.get("stage") or "-").parent.glob(f"*/{ITEMS_FILE}")
     for file in sorted(item_files, key=lambda file: (file.parent.name not in stage_names, file)):
         result = read_result(file.parent)

@@ -19,7 +19,7 @@ from cosmos_core.types import StageKind
 FINGERPRINT_FILE = "fingerprint.json"
 _MAX_COMPARED_RUNS = 50  # maximum number of earlier runs with which a plan compares a fingerprint
 _MACHINE_PROPERTIES = frozenset({"device", "versions", "kernels"})
-"""Names of the fingerprint ingredients that are properties of the machine that runs the stage."""
+"""Keys of `Fingerprint.ingredients` that are properties of the machine that runs the stage."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,14 @@ class StageDecision:
 
 
 def fingerprint_folder(output_dir: Path, fingerprint_value: str) -> Path:
-    """Return the folder with an entry for each finished stage with a fingerprint; a running stage locks the folder."""
+    """Return the folder with an entry for each finished stage that has this fingerprint. A stage that makes such a
+    result locks a file in the folder."""
     return output_dir / SHARED_FOLDER / "fingerprints" / fingerprint_value
 
 
 def register_result(output_dir: Path, stage_path: Path, fingerprint_value: str) -> None:
-    """List a finished stage under its fingerprint so that other runs find it; without the entry they repeat it."""
+    """Save an entry for a finished stage under its fingerprint. Other runs find the result by this entry; without it
+    they would run the stage again."""
     relative_path = stage_path.relative_to(output_dir)
     entry_file = fingerprint_folder(output_dir, fingerprint_value) / f"{relative_path.parts[0]}.{stage_path.name}.json"
     entry_file.parent.mkdir(parents=True, exist_ok=True)
@@ -50,8 +52,9 @@ def register_result(output_dir: Path, stage_path: Path, fingerprint_value: str) 
 def decide_reuse(
     output_dir: Path, stage_path: Path | None, expected_fingerprint: Fingerprint, *, ignores_cache: bool = False
 ) -> StageDecision | None:
-    """Return the decision about a stage from the finished stages with its fingerprint; None if there are none.
-    `stage_path` is the directory of the stage in its run (None: the run does not exist yet)."""
+    """Decide whether a stage reuses a result of a finished stage with the same fingerprint; None if no stage has
+    finished with this fingerprint. `stage_path` is the directory of the stage in its run (None: the run does not exist
+    yet)."""
     entry_files = sorted(fingerprint_folder(output_dir, expected_fingerprint.value).glob("*.json"), reverse=True)
     # Use generators, so that the entries of other runs, of which there may be hundreds, are read only if needed.
     stage_names = (entry.get("stage") for entry in map(read_json_object, entry_files))
@@ -111,7 +114,8 @@ def plan_stages(
 
 
 def save_fingerprint(stage_path: Path, fingerprint: Fingerprint, work_pool: str = "") -> None:
-    """Save the ingredients of a fingerprint, by which a later run can tell what changed, and the stage's work pool."""
+    """Save the values that a fingerprint covers, by which a later run can tell what changed, and the stage's work
+    pool."""
     saved_values = asdict(fingerprint) | {"of_training": fingerprint.training_hash}
     write_json(stage_path / FINGERPRINT_FILE, saved_values | ({"work_pool": work_pool} if work_pool else {}))
 

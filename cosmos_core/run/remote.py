@@ -26,7 +26,7 @@ from cosmos_core.run.files import SHARED_FOLDER, parse_json_objects
 from cosmos_core.run.lock import FileLock
 
 DOWNLOADS_FOLDER = "fetched"
-"""Name of the folder, shared by all runs, with the downloads from stores."""
+"""Name of the folder, shared by all runs, with the downloads from S3 stores."""
 PARTIAL_DOWNLOAD_SUFFIX = ".partial"
 _MAX_PARALLEL_FILES = 8
 _LATEST_FOLDER = "latest"

@@ -37,8 +37,9 @@ class RetrainState(JsonDocument):
 
 
 def compute_retrain_digest(pipeline: Pipeline, initial_model: str = "published") -> str:
-    """Return the digest of the training inputs and publication settings of a pinned pipeline, with the models that it
-    names if `initial_model` is `base`; raise DataError or ConfigError if an input is missing."""
+    """Return the digest of the training inputs and publication settings of a pipeline whose inputs are pinned. With
+    `initial_model = "base"` it covers the models that the pipeline names too. Raise DataError or ConfigError if an
+    input is missing."""
     digest_cache = shared_digest_cache(pipeline.output_dir.expanduser().absolute())
     content_by_stage: dict[str, Any] = {}
     for stage in pipeline.stages:
@@ -66,8 +67,9 @@ def _starts_from_target(pipeline: Pipeline, stage: StageConfig) -> bool:
 
 
 def locate_retrain_state(pipeline: Pipeline, overrides: Sequence[str], initial_model: str) -> Path:
-    """Return the state file of the retrainings of a pipeline; `initial_model` is `published` or `base`. The path of the
-    config is used as the user wrote it: a deployment may unpack its files into a new folder per trigger."""
+    """Return the state file of the retrainings of a pipeline; `initial_model` is `published` or `base`. The name of the
+    file depends on the path of the config as the user wrote it, not as an absolute path: a deployment may unpack its
+    files into a new folder for each flow run."""
     identity_json = json.dumps([pipeline.config.name, str(pipeline.source_path), list(overrides), initial_model])
     file_name_hash = hashlib.sha256(identity_json.encode()).hexdigest()[:16]
     return create_writable_folder(pipeline.output_dir) / SHARED_FOLDER / "retraining" / f"{file_name_hash}.json"

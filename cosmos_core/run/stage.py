@@ -45,13 +45,14 @@ class Stage(Workspace):
     data: Path | None
     """Folder or file of rows from another stage, for `data = "stage:NAME"`; None: the data set of the recipe."""
     inputs: dict[str, dict[str, Any]]
-    """Content of `result.json` of each stage in `after`, by name, with the key `path` added."""
+    """Content of `result.json` of each stage that the stage names in `after`, by name, with the key `path` added."""
     fingerprint: str
     """Fingerprint of everything that can change the result of the stage."""
     kind: StageKind
     """Properties of the kind of the stage."""
     training_fingerprint: str = ""
-    """Fingerprint of everything that the training depends on, saved with checkpoints; empty: as `fingerprint`."""
+    """Fingerprint of everything that the training depends on, saved with checkpoints; empty: the same as
+    `fingerprint`."""
     sources: tuple[ExternalSource, ...] = ()
     """External model and data that the stage reads, which no other stage made."""
     origin: dict[str, Any] = field(default_factory=dict)

@@ -101,7 +101,8 @@ class StageState(Launcher):
 
 
 def read_state(stage_path: Path) -> StageState:
-    """Return the state of a stage; if it is missing, damaged or outdated, derive it from the manifest."""
+    """Return the state of a stage from `state.json`; if the file is missing, damaged or outdated, derive the state from
+    the manifest."""
     # A new attempt removes the manifest when it begins, so a stage with a manifest is done.
     state = read_document(stage_path / "state.json", StageState)
     if (state is None or state.state == "running") and read_result(stage_path) is not None:

@@ -105,7 +105,8 @@ def _select_stage_metrics(published_record: dict[str, Any], condition: MetricCon
 
 
 def _assess_items(condition: MetricCondition, item_pairs: PairedDifferences, confidence: float) -> dict[str, JsonValue]:
-    """Compare two models item by item. Return whether a condition of the gate holds, and statistics for its report."""
+    """Compare the new and the published model item by item. Return whether a condition of a gate holds, and statistics
+    for the report of the gate."""
     sign = 1 if condition.operator.startswith(">") else -1
     signed_items = replace(item_pairs, item_differences=tuple(sign * each for each in item_pairs.item_differences))
     p_value, statistics = signed_items.p_value(sign * condition.published_offset), item_pairs.summarize(confidence)

@@ -134,7 +134,8 @@ def _read_digests(record: dict[str, Any]) -> dict[str, str]:
 
 
 def _send_checkpoints(stage: Stage, raise_if_cancelled: Callable[[], None]) -> None:
-    """Send the checkpoints that were not sent during the training; check for a cancellation between requests."""
+    """Send the checkpoints of the trainings that were not sent during the training; call `raise_if_cancelled` between
+    requests."""
     checkpoint_config, target_folder = stage.recipe.train.ckpt, stage.config.target.rpartition("/")[0]
     if checkpoint_config.upload_s3 == "all" and target_folder and target_folder.startswith(checkpoint_config.s3_url()):
         for name, result in stage.inputs.items():
