@@ -37,9 +37,11 @@ _VALIDATION_METRICS = (
     "reward", "reward_stderr", "accuracy", "invalid", "length_mean", "prompts", "pass@*", "reward/*", "turns",
     "tool_calls", "tool_errors", *_LOSS_METRICS
 )  # fmt: skip
-"""Metrics that validation may report: those of completions, then those of the loss. User algorithms may report more."""
+"""Names of the metrics that validation can report: first metrics of completions, then metrics of the loss. A user's
+algorithm can report others."""
 MODEL_REFERENCE_KEYS = ("model", "distillation.model_name_or_path")
-"""Keys of `stage_references` that name a model; all others name rows."""
+"""Keys yielded by `stage_references` whose value names a model; the values of its other keys name rows, or pass rates
+of rows."""
 
 
 def check_capabilities(pipeline: Pipeline) -> None:
@@ -56,8 +58,9 @@ def check_capabilities(pipeline: Pipeline) -> None:
 
 
 def _metric_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
-    """Yield an error for a sweep if no stage of a branch can report its metric, and for a gate if no stage in its
-    `after` can report the metric of a condition, or the standard error that the condition needs."""
+    """Yield an error for each branch of the stage's sweep in which no stage can report the metric of the sweep. For a
+    gate, yield an error if no stage in its `after` can report the metric of a condition, or the standard error that
+    `confidence` needs."""
     sweep, validate_stage_hint = stage.sweep, "; add a stage of kind validate to sweep.through"
     for branch in sweep.branches if sweep else ():
         if sweep and not _can_any_report_metric(pipeline, branch.stages, sweep.metric):
@@ -112,8 +115,8 @@ def _suggest_metric(pipeline: Pipeline, stage_names: Collection[str], metric: st
 
 
 def _can_report_metric(pipeline: Pipeline, stage: StageConfig, metric: str, is_noise: bool) -> bool:
-    """Return whether a stage can report a metric; `is_noise`: the validation metrics of single rewards, such as
-    `reward/NAME`, come without a standard error and a number of prompts of their own."""
+    """Return whether a stage can report a metric. With `is_noise`, the metric is a standard error or a number of
+    prompts; patterns such as `reward/*` then do not count, because validation reports neither for a single reward."""
     stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
     if stage_kind.forwards_metrics:
         return _can_any_report_metric(pipeline, stage.after, metric, is_noise)
@@ -130,7 +133,8 @@ def _can_report_metric(pipeline: Pipeline, stage: StageConfig, metric: str, is_n
 
 
 def _artifact_store_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
-    """If there is an artifact store, yield an error for a stage that reads checkpoints from another work pool."""
+    """Yield an error for a stage that reads a checkpoint of a training in another work pool, if the pipeline has an
+    artifact store: the machines then share no disk."""
     training_name = referenced_stage(stage.model) if pipeline.config.artifact_store and stage.checkpoint else None
     if training_name is not None and (source_pool := pipeline.stage(training_name).work_pool) != stage.work_pool:
         yield (
@@ -168,7 +172,8 @@ def _dataset_mixture_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[
 
 
 def _export_comparison_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
-    """Yield an error for an export in quantised formats without rows on which they are compared with the model."""
+    """Yield an error for an `export` stage with quantised formats if it has no rows on which these formats are compared
+    with the model."""
     is_export_stage = pipeline.stage_kind(stage).reads_key("export.formats")
     if not is_export_stage or not pipeline.recipes[stage.name].export.quantized_formats:
         return
@@ -183,8 +188,8 @@ def _export_comparison_errors(pipeline: Pipeline, stage: StageConfig) -> Iterato
 
 
 def _referenced_output_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
-    """Yield errors for references to the model or rows of a stage that makes none, for a checkpoint that the training
-    does not save, and for a merge of fewer than two models or with a wrong number of weights."""
+    """Yield errors for a stage that refers to the model or rows of a stage that makes none, for a `checkpoint` that the
+    referenced training does not save, and for a merge of fewer than two models or with a wrong number of weights."""
     stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
     for key, reference in stage_references(stage, recipe, stage_kind):
         name = referenced_stage(reference)
@@ -237,8 +242,9 @@ def _unsupported_setting_errors(pipeline: Pipeline, stage: StageConfig) -> Itera
 
 
 def _may_produce_output(pipeline: Pipeline, stage_name: str, output_type: str) -> bool:
-    """Return True if a stage may make an output of type `model`, `data` or `rows` (data that is not prepared); a
-    user's program may make all of them. What is published to a store or a Hub is no output."""
+    """Return True if a stage can make an output of type `model`, `data` (prepared rows) or `rows` (rows that are not
+    prepared). A stage that runs a user's program can make all three. A model that is uploaded to a store or a Hub is no
+    output."""
     stage, kind = pipeline.stage(stage_name), pipeline.stage_kind(pipeline.stage(stage_name))
     if output_type == "model":
         target_name = split_publication_target(stage.target)[0]
@@ -248,7 +254,8 @@ def _may_produce_output(pipeline: Pipeline, stage_name: str, output_type: str) -
 
 
 def unique_notices(pipeline: Pipeline) -> list[str]:
-    """Return one line of text for each setting that is accepted but ignored or changed, without duplicates."""
+    """Return one line of text for each setting of the pipeline that is accepted but ignored or changed, without
+    duplicates."""
     stage_kinds = {name: pipeline.stage_kind(pipeline.stage(name)) for name in pipeline.recipes}
     stages = [StageContext(pipeline.recipes[name], kind) for name, kind in stage_kinds.items()]
     notices = [notice for stage in stages for notice in _ignored_settings(stage, pipeline.stage_kinds)]
@@ -302,7 +309,8 @@ def _ignored_stage_settings(pipeline: Pipeline) -> Iterator[str]:
 
 
 def _ignored_row_settings(pipeline: Pipeline) -> Iterator[str]:
-    """Yield a notice for each setting that has no effect because a stage with another recipe prepares the rows."""
+    """Yield a notice for each setting of rows in the recipe of a stage that has no effect, because the stage that
+    prepares these rows has another recipe."""
     for stage in pipeline.stages:
         kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
         rows_stage_name = referenced_stage(stage.data)

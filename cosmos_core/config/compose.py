@@ -82,7 +82,7 @@ class Pipeline:
         return Path(self.config.output_dir or _DEFAULT_OUTPUT_DIR)
 
     def stage(self, name: str) -> StageConfig:
-        """Return the stage of the name `name`; raise `ConfigError` if the pipeline has no such stage."""
+        """Return the stage with this name; raise `ConfigError` if the pipeline has no such stage."""
         for stage in self.stages:
             if stage.name == name:
                 return stage
@@ -103,7 +103,8 @@ class Pipeline:
 
     def initial_model(self, stage: StageConfig) -> str:
         """Return the model that a stage starts from, the value of its key `model`. For a stage that selects one of
-        several models, or merges them without a `model`, it is `stage:NAME` of the first of these models."""
+        several models, or merges them without a `model`, return `stage:NAME`, where NAME is the stage that makes the
+        first of these models."""
         kind, branches = self.stage_kind(stage), stage.sweep.branches if stage.sweep else ()
         if not kind.selects_branch and (stage.model or not kind.merges_models):
             return stage.model
@@ -185,7 +186,8 @@ def append_stage(pipeline: Pipeline, stage_table: TomlTable, recipe_tables: Toml
 
 
 def _check_serializable(pipeline: Pipeline) -> None:
-    """Return the pipeline unchanged; raise `ConfigError` if a run could not save it as TOML and read it again."""
+    """Raise `ConfigError` if the resolved pipeline could not be saved as TOML and read again: if it has a value that
+    TOML does not support, or is too large."""
     resolved_tables = pipeline.as_toml()
     problem_text = describe_unsupported_value(resolved_tables)
     # Estimate the size by `repr` first, because writing the pipeline as TOML takes seven times as long.
@@ -258,7 +260,8 @@ def _read_recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> tup
 
 
 def _default_stage_entries(recipe: Recipe, kinds: StageKinds) -> list[Mapping[str, Any]]:
-    """Return `[[pipeline.stages]]` of a recipe without `[pipeline]`; each stage is named like its kind."""
+    """Return the entries of `[[pipeline.stages]]` for a recipe without `[pipeline]`; each stage has the name of its
+    kind."""
     prepare_kind = _find_stage_kind(kinds, makes="data")
     training_kind = _find_stage_kind(kinds, feed=_sample_source(recipe))
     rows: TomlTable = {"data": f"{STAGE_PREFIX}{prepare_kind}"}
@@ -273,12 +276,12 @@ def _default_stage_entries(recipe: Recipe, kinds: StageKinds) -> list[Mapping[st
 
 
 def _find_stage_kind(kinds: StageKinds, **attributes: object) -> str:
-    """Return the name of the first stage kind that has these values of its attributes."""
+    """Return the name of the first of `kinds` whose attributes have the values in the keyword arguments."""
     return next(n for n, kind in kinds.items() if all(getattr(kind, key) == attributes[key] for key in attributes))
 
 
 def stage_references(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[tuple[str, str]]:
-    """Yield pairs of a key and a value for the settings of a stage that may refer to another stage (`stage:NAME`)."""
+    """Yield pairs of a key and its value for the settings of a stage that can refer to another stage (`stage:NAME`)."""
     yield "model", stage.model
     yield "data", stage.data
     if stage_kind.reads_data == "source":
@@ -288,14 +291,16 @@ def stage_references(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) 
 
 
 def _dataset_references(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield pairs of a key and a value for the settings of a recipe's data sets that may refer to a stage."""
+    """Yield pairs of a key and its value for the settings of a recipe's data sets that can refer to a stage
+    (`stage:NAME`)."""
     for key, dataset in recipe.datasets.items():
         yield f"{key}.name", dataset.name
         yield f"{key}.pass_rates", dataset.pass_rates
 
 
 def _sample_source(recipe: Recipe) -> str:
-    """Return the value of `StageKind.feed`, the source of training samples, that the recipe's algorithm needs."""
+    """Return the value of `StageKind.feed`, `dataset` or `rollouts`, of stages that can train with the algorithm of the
+    recipe."""
     return "rollouts" if recipe.train.train_policy.has_rollouts else "dataset"
 
 
@@ -334,8 +339,8 @@ def _check_stages(pipeline: Pipeline) -> None:
 
 
 def _check_stage_kind(error_prefix: str, stage: StageConfig, recipe: Recipe, kinds: StageKinds) -> None:
-    """Raise `ConfigError` if the kind of a stage ignores one of its keys, needs a missing key, or cannot train with the
-    algorithm of the recipe."""
+    """Raise `ConfigError` if a stage sets a key that its kind does not read, lacks a key that its kind needs, or is of
+    a kind that cannot train with the algorithm of its recipe."""
     stage_kind = kinds[stage.kind]
     for key in dict.fromkeys(key for other_kind in kinds.values() for key in other_kind.allowed_keys):
         if getattr(stage, key) and key not in stage_kind.allowed_keys:
@@ -372,10 +377,10 @@ def _with_output_dir(pipeline: Pipeline) -> Pipeline:
 
 
 def _sort_topologically(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with its stages in topological order; independent stages keep the order of the file. The
-    stages to which the keys of a stage refer are added to its `after`, and the publication target of a gate is set.
-    Raises `ConfigError` if the stages form a cycle, or if a key refers to a stage that is not, even indirectly, in
-    `after`."""
+    """Return the pipeline with its stages in topological order; stages that do not depend on each other keep the order
+    of the file. If a key of a stage refers to another stage, that stage is added to its `after`; the publication target
+    of each gate is set. Raises `ConfigError` if the stages form a cycle, or if a stage refers to another stage without
+    depending on it through `after`."""
     pipeline, sorted_stages = pipeline.with_stages(_topological_order(pipeline)), []
     for stage in pipeline.stages:
         predecessors = list(stage.after)
@@ -392,7 +397,8 @@ def _sort_topologically(pipeline: Pipeline) -> Pipeline:
 
 
 def _topological_order(pipeline: Pipeline) -> list[StageConfig]:
-    """Return the stages with each stage after the stages in its `after`, and otherwise in the order of the file."""
+    """Return the stages of a pipeline so that each follows the stages in its `after`; otherwise the order of the file
+    is kept. Raises `ConfigError` if the stages form a cycle."""
     stages_by_name = {stage.name: stage for stage in pipeline.stages}
     topological_sorter = TopologicalSorter({name: stage.after for name, stage in stages_by_name.items()})
     try:
@@ -410,7 +416,8 @@ def _topological_order(pipeline: Pipeline) -> list[StageConfig]:
 
 
 def _find_gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
-    """Return the publication target of a gate, by default the target of the first upload stage that depends on it."""
+    """Return the publication target of a gate, by default the target of the first upload stage that depends on the
+    gate; empty if there is none. Raises `ConfigError` if a condition then compares with `published`."""
     dependents = pipeline.stage_and_dependents(stage.name) if stage.require else set[str]()
     upload_stages = [each for each in pipeline.stages if pipeline.stage_kind(each).makes == "publication"]
     publication_target = stage.target or next((each.target for each in upload_stages if each.name in dependents), "")
@@ -507,9 +514,9 @@ def _with_absolute_paths(
 
 
 def _absolute_path(base_folders: Sequence[Path], name: str) -> str:
-    """Return the absolute path of `name` in the first of the folders that contains it, with links resolved; if none
-    does, return `name`. A link to a file with another suffix is not resolved, because the suffix selects the format:
-    links in the Hub's cache point to files without suffix."""
+    """Return the absolute path of the file or folder `name` in the first of `base_folders` that contains it, with links
+    resolved; return `name` unchanged if none contains it. A link to a file with another suffix is not resolved, because
+    the suffix selects the format: links in the Hub's cache point to files without suffix."""
     candidate_paths = (existing_path(name, folder) for folder in base_folders)
     path = next(filter(None, candidate_paths), None) if referenced_stage(name) is None else None
     if path is None:

@@ -38,17 +38,20 @@ class MetricCondition:
 
     @property
     def needs_published_model(self) -> bool:
-        """Return True if the condition compares with the published model."""
+        """Return True if the condition compares a metric with its value for the published model, such as `accuracy >=
+        published`."""
         return self.threshold_text == _PUBLISHED_KEYWORD
 
     @property
     def allows_for_noise(self) -> bool:
-        """Return True if the condition is about an improvement, of which a gate can ask that it exceeds the noise."""
+        """Return True if `confidence` of a gate applies to the condition: the condition compares with the published
+        model, and not for equality."""
         return self.needs_published_model and self.operator != "=="
 
     def threshold(self, published_value: float | None) -> float | None:
-        """Return the number with which the condition compares its metric; None if no model was published to compare
-        with. `published_value` is the value of the metric of the published model."""
+        """Return the number with which the condition compares its metric. `published_value` is the value of the metric
+        for the published model; None: no model was published. If the condition needs this missing value, return
+        None."""
         if not self.needs_published_model:
             return float(self.threshold_text)
         if published_value is None or not self.published_offset:
@@ -56,7 +59,8 @@ class MetricCondition:
         return round(published_value + self.published_offset, 12)  # remove rounding errors, which messages would show
 
     def matches_metric(self, name: str) -> bool:
-        """Return True if the condition applies to a metric; a pattern with `*` does not match a standard error."""
+        """Return True if the condition applies to the metric `name`. A condition on a pattern with `*` does not apply
+        to standard errors."""
         is_pattern_applicable = "*" in self.metric and not name.endswith(STANDARD_ERROR_SUFFIX)
         return name == self.metric or (is_pattern_applicable and fnmatchcase(name, self.metric))
 
@@ -90,8 +94,8 @@ def parse_condition(text: str) -> MetricCondition:
 
 
 def is_lower_better(metric: str) -> bool:
-    """Return True if lower values of a metric are better. The words in the last part of its name decide, except for
-    `loss/LABEL`, the loss of one data set of a mixture, which is always better if lower."""
+    """Return True if lower values of a metric are better: if the last part of its name contains a word such as `loss`
+    or `error`, or if the name ends with `loss/LABEL`, the loss of one data set of a mixture."""
     last_part = metric.rpartition("/")[2].lower()
     # The name `ter` (translation edit rate) must match as a whole, because longer names such as `filter` contain it.
     is_word_match = last_part == "ter" or any(word in last_part for word in _LOWER_IS_BETTER_WORDS)
@@ -112,18 +116,20 @@ def parse_pass_rate_range(text: str) -> Callable[[float], bool]:
 
 
 def significance_margin(metric: str, confidence: float, *measurements: Mapping[str, float]) -> float | None:
-    """Return the smallest difference between two measurements of the metric `metric` that is significant at the given
-    `confidence` level (one-sided); None if the standard error of a measurement is unknown.
+    """Return the smallest difference between measurements of the metric `metric` that is significant (one-sided) at the
+    confidence level `confidence`; None if the standard error of a measurement is unknown.
 
-    The standard error is the metric `NAME_stderr`. For a fraction of held-out prompts it is computed from the number of
-    prompts, with one success and one failure added, because a fraction of 0 or 1 of few prompts is not certain.
+    The standard error of a metric NAME is the metric `NAME_stderr`. For a fraction of held-out prompts it is computed
+    from the number of prompts, with one success and one failure added, because a fraction of 0 or 1 of few prompts is
+    not certain.
     """
     std_errors = [std_error for metrics in measurements if (std_error := _standard_error(metric, metrics)) is not None]
     return NormalDist().inv_cdf(confidence) * math.hypot(*std_errors) if len(std_errors) == len(measurements) else None
 
 
 def is_prompt_fraction(metric: str) -> bool:
-    """Return True if a metric is a fraction of prompts, whose standard error follows from their number."""
+    """Return True if a metric is a fraction of the prompts, such as `accuracy` or `pass@2`, so that its standard error
+    can be computed from the number of prompts."""
     last_name_part = metric.rpartition("/")[2]
     return last_name_part == "accuracy" or last_name_part.startswith("pass@")
 

@@ -40,7 +40,7 @@ _TOML_TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str:
 
 @dataclass(frozen=True)
 class KeyDescription:
-    """Description of one key of the schema."""
+    """Description of one configuration key, as `cosmos config explain` and the documentation show it."""
 
     name: str
     """Dotted name of the key. If two tables of a union have the key, each has a description with another `table`."""
@@ -51,7 +51,8 @@ class KeyDescription:
     description: str
     status: StatusName
     note: str
-    """Reason why the key has no effect, or the key to use instead."""
+    """Reason why the key has no effect or is not supported, what to use instead, or which of its values are supported;
+    otherwise empty."""
     since: str
     is_table: bool
 
@@ -131,7 +132,9 @@ def explain_key(name: str, stage_kinds: Mapping[str, StageKind]) -> Iterator[str
 def _describe_field(
     name: str, table: type[Table], field: FieldInfo, status_by_table: Mapping[str, KeyStatus]
 ) -> KeyDescription:
-    """Return the description of a field; a used field has the status of its table in `status_by_table`."""
+    """Return the description of the key `name`, which `table` declares as `field`. If the key itself has the status
+    `used`, it gets the status of the table that contains it, from `status_by_table`, which maps keys of tables to
+    statuses."""
     field_unit: FieldUnit | None = find_metadata(field, FieldUnit)
     introduced_in: IntroducedIn | None = find_metadata(field, IntroducedIn)
     supported_values: SupportedValues | None = find_metadata(field, SupportedValues)
@@ -155,7 +158,8 @@ def _describe_field(
 
 @cache
 def _field_docstrings(table: type[Table]) -> Mapping[str, str]:
-    """Return the docstring of each field of a table, parsed on request, because most processes do not need them."""
+    """Return the docstring of each field of a table, inherited fields included, by field name. The source code is
+    parsed at the first call, because most processes do not need the docstrings."""
     docstrings: dict[str, str] = {}
     for base in reversed(table.__mro__):
         docstrings |= _class_docstrings(base.__module__).get(base.__name__, {}) if issubclass(base, Table) else {}
@@ -164,7 +168,7 @@ def _field_docstrings(table: type[Table]) -> Mapping[str, str]:
 
 @cache
 def _class_docstrings(module_name: str) -> Mapping[str, Mapping[str, str]]:
-    """Return the docstring of each field of each class in a module, by class name."""
+    """Return the docstrings of the fields of each class in a module: a dict by field name for each class name."""
     docstrings_by_class: dict[str, dict[str, str]] = {}
     for node in ast.parse(inspect.getsource(sys.modules[module_name])).body:
         if isinstance(node, ast.ClassDef):

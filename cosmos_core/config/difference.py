@@ -43,7 +43,8 @@ def _format_differences(key_prefix: str, old_values: dict[str, Any], new_values:
 
 
 def group_changes_by_stage(changes: Mapping[str, Sequence[ChangeT]]) -> Iterator[tuple[str, ChangeT]]:
-    """Yield pairs of a stage name and a change. Changes that all stages share come first, once, with an empty name."""
+    """Yield pairs of a stage name and a change, from the lists of changes by stage name. A change that all stages have
+    in common is yielded once, before the others, with an empty stage name."""
     common_changes = set.intersection(*map(set, changes.values())) if changes else set()
     shared_changes = dict.fromkeys(change for lines in changes.values() for change in lines if change in common_changes)
     yield from (("", change) for change in shared_changes)

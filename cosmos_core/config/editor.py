@@ -39,7 +39,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _add_deprecated_key(schema: dict[str, Any], key: str, description: str) -> None:
-    """Add an old key, marked as deprecated, to every table in which it may occur."""
+    """Add an old configuration key, marked as deprecated, to each table of the JSON schema to which the key belongs."""
     *parent_names, key_name = key.split(".")
     table_schemas = [schema]
     for parent_name in parent_names:

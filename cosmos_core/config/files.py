@@ -57,7 +57,8 @@ def _read_with_extends(
 
 
 def _with_absolute_recipe_paths(config_values: TomlTable, config_file: Path) -> TomlTable:
-    """Return `config_values` with absolute paths in the keys `recipe`, which start from the folder of `config_file`."""
+    """Return `config_values` with an absolute path in the key `recipe` of each stage; relative paths start from the
+    folder of `config_file`."""
     for stage_table in _list_stage_tables(config_values):
         if isinstance(stage_table.get("recipe"), str) and stage_table["recipe"]:
             stage_table["recipe"] = os.path.realpath(config_file.parent / stage_table["recipe"])
@@ -65,7 +66,7 @@ def _with_absolute_recipe_paths(config_values: TomlTable, config_file: Path) -> 
 
 
 def _list_stage_tables(config_values: TomlTable) -> list[TomlTable]:
-    """Return the tables in `[[pipeline.stages]]`; the schema refuses entries that are not tables."""
+    """Return the tables in `[[pipeline.stages]]`. Other entries are left out, because the schema refuses them later."""
     pipeline_table = config_values.get("pipeline")
     stage_tables = pipeline_table.get("stages") if isinstance(pipeline_table, dict) else None
     return [stage for stage in stage_tables if isinstance(stage, dict)] if isinstance(stage_tables, list) else []

@@ -1,4 +1,5 @@
-"""Settings that a stage takes from the stages before it: dtype of exports, base model of merges, template of rows."""
+"""Settings that a stage takes from the stages before it: dtype of exports, base model of merges, chat template of
+rows."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ if TYPE_CHECKING:
 
 
 def with_inherited_settings(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline, whose stages are in topological order, with the settings that recipes leave out."""
+    """Return the pipeline with settings that the recipe of a stage leaves out taken from the stages before it, such as
+    the dtype of an export. The stages must be in topological order."""
     return _inherit_chat_templates(_inherit_model_settings(pipeline))
 
 
 def _inherit_model_settings(pipeline: Pipeline) -> Pipeline:
-    """Set `train.param_dtype` of export stages that leave it out to that of the stage whose model is exported, and
-    `policy.model_name_or_path` of merges that leave it out to the model from which the first merged model descends."""
+    """Set `train.param_dtype` of each export stage whose recipe leaves it out to the dtype of the stage whose model is
+    exported. Set `policy.model_name_or_path` of each merge whose recipe leaves it out to the model from which the first
+    of the merged models descends."""
     recipes = dict(pipeline.recipes)
     for stage in pipeline.stages:
         stage_kind, recipe, source_stage = pipeline.stage_kind(stage), recipes[stage.name], stage
@@ -40,8 +43,9 @@ def _inherit_model_settings(pipeline: Pipeline) -> Pipeline:
 
 
 def collect_chat_templates(pipeline: Pipeline) -> dict[str, str | None]:
-    """Return the `policy.chat_template` of each stage or, if its recipe sets none, of the newest stage from which its
-    model descends, because the export of that stage has the template; None if no recipe of them sets it."""
+    """Return the chat template of the model of each stage, by stage name: `policy.chat_template` of its recipe or, if
+    that sets none, of the newest earlier stage from which the model descends, whose export contains the template. None:
+    no such recipe sets one."""
     templates: dict[str, str | None] = {}
     for stage in pipeline.stages:
         own_template = pipeline.recipes[stage.name].policy.chat_template
@@ -51,8 +55,9 @@ def collect_chat_templates(pipeline: Pipeline) -> dict[str, str | None]:
 
 
 def _find_source_stage(pipeline: Pipeline, stage: StageConfig) -> str:
-    """Return the name of the stage from whose model `stage` takes tokenizer and dtype, or an empty string. For a merge,
-    it is the stage of the first merged model; the base model of a merge is not one of its merged models."""
+    """Return the name of the stage from whose model `stage` takes tokenizer and dtype; empty if the model comes from no
+    stage. For a merge, it is the stage of the first merged model; the base model of a merge is not one of its merged
+    models."""
     if pipeline.stage_kind(stage).merges_models:
         merged_names = tuple(name for name in stage.after if name != referenced_stage(stage.model))
         stage = stage.model_copy(update={"model": "", "after": merged_names})
@@ -60,8 +65,9 @@ def _find_source_stage(pipeline: Pipeline, stage: StageConfig) -> str:
 
 
 def _inherit_chat_templates(pipeline: Pipeline) -> Pipeline:
-    """Set `policy.chat_template` of stages that prepare rows for models that earlier stages have given a chat template:
-    the tokenizer of the base model, with which rows are prepared before these stages run, has another one."""
+    """Set `policy.chat_template` of each stage that prepares rows to the chat template of the models for which it
+    prepares them, unless a recipe sets one. Rows are prepared before the stages that make these models run, with the
+    tokenizer of the base model, whose own template would be wrong."""
     recipes, templates, readers_by_rows = dict(pipeline.recipes), collect_chat_templates(pipeline), defaultdict(list)
     for stage in pipeline.stages:
         if pipeline.stage_kind(stage).reads_data == "prepared" and (rows_stage_name := referenced_stage(stage.data)):

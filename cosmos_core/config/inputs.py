@@ -92,7 +92,8 @@ def existing_path(path_or_name: str, base_folder: Path) -> Path | None:
 
 
 def read_card_metadata(model_or_data_folder: Path) -> dict[str, Any]:
-    """Return the metadata in the README.md of a model or data set; empty if there is none, or it is no valid YAML."""
+    """Return the YAML metadata at the beginning of README.md in the folder of a model or data set; empty if there is
+    none, or it is not valid."""
     if not (card_file := model_or_data_folder / "README.md").is_file():
         return {}
     from huggingface_hub.repocard import metadata_load
@@ -212,7 +213,8 @@ def _find_media_folder(stage: StageConfig, recipe: Recipe, images: ImageSettings
 
 
 def _benchmark_inputs(recipe: Recipe, stage_kind: StageKind) -> Iterator[StageInput]:
-    """Yield the user's lm-eval tasks with the local data files that they name, and prompt sets of a diffusion model."""
+    """Yield the inputs of a stage of kind `evaluate`: the user's lm-eval tasks with the local data files that they
+    name, and the prompt sets of a diffusion model."""
     if stage_kind.reads_key(EVALUATION_PROMPTS_KEY):
         for name in recipe.evaluate.prompts:
             prompts_input = _dataset_input(EVALUATION_PROMPTS_KEY, name, ALL_FILES, allows_prompt_sets=True)
@@ -235,7 +237,8 @@ _TaskYamlLoader.add_multi_constructor("!", lambda _loader, _tag, _node: None)
 
 
 def _find_data_patterns(task_file: Path) -> Iterator[str]:
-    """Yield the names of data files and folders in the YAML file of an lm-eval task, which may contain wildcards."""
+    """Yield the paths of local data that the YAML file of an lm-eval task names, as glob patterns; names of Hub data
+    sets are also yielded. Yields nothing if the file is invalid."""
     try:
         task = yaml.load(task_file.read_text(encoding="utf-8"), _TaskYamlLoader)
     except (OSError, ValueError, yaml.YAMLError):  # skip an invalid task file, because lm-eval reports its error
@@ -272,8 +275,8 @@ def _file_inputs(stage: StageConfig, recipe: Recipe) -> Iterator[StageInput]:
 
 
 def _list_service_files(config_file: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the user code and the model folders in the configuration of a reward service, by name. Paths that do not
-    exist here are left out, because the service may run on another machine."""
+    """Yield the user code and the model folders in the configuration of a reward service, as pairs of the name there
+    and the path. Names without an existing path are left out, because the service may run on another machine."""
     try:
         reward_args = read_toml(config_file).get("reward_args")
     except ConfigError:  # skip an invalid file, because the reward service reports its error
@@ -324,7 +327,8 @@ def _code_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> I
 
 
 def _locate_model_or_dataset(name: str) -> tuple[str, LocationType]:
-    """Return the location of a model or data set, and its type. A name that is no URL, stage or path is a Hub id."""
+    """Return the location of a model or data set, and the type of the location. A name that is no URL, path or
+    reference to a stage is a Hub id."""
     if referenced_stage(name) is not None:
         return name, "stage"
     if is_s3_url(name):

@@ -158,8 +158,9 @@ def without_none(toml_value: Any) -> Any:
 
 
 def describe_unsupported_value(tables: TomlTable) -> str:
-    """Return a description of the first value that a configuration must not have although it parses, such as a 65-bit
-    integer; empty if there is none. The search is not recursive, because tables may be nested too deeply."""
+    """Return a description of the first value that a configuration must not have although TOML's parser accepts it,
+    such as a 65-bit integer; empty if there is none. The search is not recursive, because tables may be nested too
+    deeply."""
     values_at_depth: list[Any] = [tables]
     for _ in range(MAX_NESTING_DEPTH):
         child_lists = ([*value, *value.values()] if isinstance(value, dict) else value for value in values_at_depth)
@@ -175,7 +176,8 @@ def describe_unsupported_value(tables: TomlTable) -> str:
 
 
 def _printable_key(key_path: Sequence[str], key_prefix: str) -> str:
-    """Return the dotted key of an error; names with control characters are quoted for the terminal."""
+    """Return the dotted key for an error message, from `key_prefix` and the names in `key_path`. A name with control
+    characters is quoted, so that it does not affect the terminal."""
     printable_names = [key_part if key_part.isprintable() and key_part else repr(key_part) for key_part in key_path]
     return ".".join([key_prefix, *printable_names] if key_prefix else printable_names)
 
@@ -267,8 +269,8 @@ def _suggest_known_key(table: type[Table], key_path: list[str], key_prefix: str,
 
 
 def _correct_trl_name(name: str, known_keys: Sequence[str]) -> str:
-    """Return the key to which a misspelt name of transformers or TRL corresponds; empty if a key of this schema is at
-    least as similar.
+    """Return the key to which a misspelt name of transformers or TRL corresponds; empty if no such name is similar, or
+    if a key of this schema is at least as similar.
 
     Example: the letters of `optm_learnrate` are closer to `optm_name` than to `optm_lr`, which is the learning rate.
     """

@@ -44,7 +44,8 @@ def check_mesh(recipe: Recipe, num_gpus: int | None, model_config: Mapping[str, 
 
 
 def check_meshes(pipeline: Pipeline) -> dict[str, int]:
-    """Return the number of GPUs of each stage with a mesh, by stage name; raise `ConfigError` for an invalid mesh."""
+    """Return the number of GPUs of each stage that runs on a device mesh, by stage name; raise `ConfigError` if a mesh
+    is not possible."""
     num_gpus_by_stage = {}
     for stage in pipeline.stages:
         if not pipeline.stage_kind(stage).has_mesh:
@@ -100,7 +101,7 @@ def num_worker_gpus(pipeline: Pipeline) -> int:
 
 
 def describe_placements(pipeline: Pipeline) -> list[str]:
-    """Return one line of text for each stage with a mesh, which tells which GPUs train and which generate."""
+    """Return one line of text for each stage that runs on a device mesh: which GPUs train, generate or measure."""
     stages = [stage for stage in pipeline.stages if pipeline.stage_kind(stage).has_mesh]
     has_gpus = any(stage.work_pool for stage in stages) or (bool(stages) and num_worker_gpus(pipeline) > 0)
     return [f"{stage.name}: {_describe_placement(pipeline, stage, has_gpus=has_gpus)}" for stage in stages]
@@ -127,7 +128,8 @@ def with_dp_shard_size(recipe: Recipe, num_gpus: int | None) -> Recipe:
 
 
 def read_text_model_config(model_folder: Path | None) -> dict[str, Any]:
-    """Return the settings of the text model in config.json of a model folder; empty if there is none."""
+    """Return the settings of the text model in config.json of a model folder; empty if the file is missing or
+    invalid."""
     try:
         json_config = json.loads((model_folder / "config.json").read_text(encoding="utf-8")) if model_folder else {}
     except (OSError, ValueError):  # ignore a damaged config.json, because a later check of the model reports it
@@ -138,13 +140,15 @@ def read_text_model_config(model_folder: Path | None) -> dict[str, Any]:
 
 
 def _ranks_per_shard(mesh: ParallelismConfig) -> int:
-    """Return the number of ranks per shard, which is the product of all mesh sizes except dp_shard_size."""
+    """Return the product of all sizes of a mesh except `dp_shard_size`: the number of ranks that each step of
+    `dp_shard_size` adds."""
     return mesh.world_size // abs(mesh.dp_shard_size)
 
 
 def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model: Mapping[str, Any]) -> None:
-    """Check that the mesh sizes tp, cp, pp and ep divide the heads, features, layers and experts of the model. Any
-    vocabulary can be split, also unevenly."""
+    """Raise `ConfigError` if the model cannot be distributed over a mesh: `tp_size` and `cp_size` must divide its
+    attention heads, `tp_size` also its feed-forward features, `ep_size` its experts, and each pipeline stage needs a
+    layer. Vocabularies of any size can be split."""
     count_keys = (_HEAD_COUNT_KEYS, _LAYER_COUNT_KEYS)
     num_heads, num_layers = (next((model[key] for key in key_group if key in model), None) for key_group in count_keys)
     num_kv_heads = model.get("num_key_value_heads")
@@ -174,7 +178,7 @@ def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model: Mapping[s
 
 
 def _check_pipeline_stages(key_prefix: str, mesh: ParallelismConfig, num_layers: int) -> None:
-    """Check that every pipeline-parallel stage gets at least one layer of the model."""
+    """Raise `ConfigError` if a pipeline-parallel stage would get no layer of the model."""
     if mesh.pp_size > num_layers:
         reason = f"the model has {num_layers} layers"
         raise ConfigError(f"{key_prefix}.pp_size = {mesh.pp_size}: {reason}; the nearest is {num_layers}")
@@ -194,7 +198,8 @@ def _check_divisibility(key: str, size: int, item_name: str, num_items: Any) -> 
 
 
 def _check_batch_size(recipe: Recipe, num_shards: int) -> None:
-    """Check that the completions of a replica can be distributed to its data-parallel ranks in equal micro-batches."""
+    """Raise `ConfigError` if the completions of a train step cannot be distributed to the data-parallel ranks of a
+    replica in equal micro-batches."""
     train_config, train_policy = recipe.train, recipe.train.train_policy
     rows_per_pass = 1 if train_policy.mini_batch == "auto" else train_policy.mini_batch
     min_batch_size = num_shards * rows_per_pass
@@ -222,9 +227,9 @@ def _too_many_gpus_message(mesh: ParallelismConfig, num_required_gpus: int, num_
 
 
 def _choose_default_mode(recipe: Recipe, num_gpus: int | None) -> tuple[Recipe, str]:
-    """Return the recipe with `mode` set, and a notice or an empty string. The mode is `disaggregated`, the default of
-    Cosmos-RL, if `num_gpus` GPUs suffice or `num_gpus` is None. Otherwise it is `colocated`, and `tp_size` of the
-    engines becomes a divisor of the number of ranks."""
+    """Return the recipe with `mode` set, and a notice for the user, which is empty if the mode is `disaggregated`, the
+    default of Cosmos-RL. This mode is set if `num_gpus` GPUs suffice for it, or `num_gpus` is None. Otherwise the mode
+    is `colocated`, and `tp_size` of the engines becomes a divisor of the number of ranks."""
     disaggregated_recipe = recipe.copy_with(mode="disaggregated")
     num_required_gpus = disaggregated_recipe.num_gpus(has_rollouts=True)
     if num_gpus is None or num_required_gpus <= num_gpus:
@@ -239,7 +244,7 @@ def _choose_default_mode(recipe: Recipe, num_gpus: int | None) -> tuple[Recipe, 
 
 def _with_colocated_engine_size(recipe: Recipe) -> tuple[Recipe, str]:
     """Return the recipe with a `tp_size` of the rollout engines that divides the number of ranks, and the new setting
-    as a text, which is empty if nothing changes."""
+    as a text for a notice, which is empty if nothing changes."""
     num_ranks, engine_mesh = recipe.policy.parallelism.world_size, recipe.rollout.parallelism
     if num_ranks % engine_mesh.tp_size == 0:
         return recipe, ""

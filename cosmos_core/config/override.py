@@ -23,7 +23,8 @@ IMPLIED_STAGE_SUFFIX = "-data"
 _KEY_PART_PATTERN = re.compile(r"""\s*(?:"[^"]*"\s*|'[^']*'\s*|[^.="'\s][^.="']*)""")
 """Regular expression of one part of a dotted key; a part that contains a dot is quoted."""
 _STAGE_KEYS = {*StageConfig.model_fields, *Recipe.model_fields}
-"""Keys that may follow the name of a stage in `STAGE.KEY`, also if a recipe table has the name of the stage."""
+"""Keys of `[[pipeline.stages]]` and of recipes. If one follows the name of a stage, as in `STAGE.KEY`, the override
+belongs to that stage, even if a table of recipes has the name of the stage."""
 _DOTTED_KEY_PATTERN = re.compile(rf"{_KEY_PART_PATTERN.pattern}(?:\.{_KEY_PART_PATTERN.pattern})*")
 _OVERRIDE_PATTERN = re.compile(rf"({_DOTTED_KEY_PATTERN.pattern})=(.*)", re.DOTALL)
 
@@ -69,7 +70,8 @@ def drop_ineffective_overrides(overrides: Sequence[Override], notices: list[str]
 
 
 def recipe_overrides(overrides: Sequence[Override]) -> TomlTable:
-    """Return the recipe tables of all overrides that apply to every stage, before the names of the stages are known."""
+    """Return the overrides that apply to every stage as recipe tables. Names of stages are not needed: they are not
+    known yet if the pipeline is derived from a recipe."""
     recipe_tables: TomlTable = {}
     for override in overrides:
         recipe_field = Recipe.model_fields.get(override.keys[0])
@@ -85,9 +87,9 @@ def recipe_overrides(overrides: Sequence[Override]) -> TomlTable:
 def group_overrides(
     overrides: Sequence[Override], stage_names: Sequence[str]
 ) -> tuple[TomlTable, dict[str, TomlTable]]:
-    """Return the overrides of keys of `[pipeline]`, and those of keys of `[[pipeline.stages]]` by stage name, where the
-    entry `overrides` holds recipe tables. Raises `ConfigError` if the first part of a key is neither a stage, nor a
-    recipe table, nor `pipeline`."""
+    """Return the overrides as a table of keys of `[pipeline]` and a dict of tables by stage name, each with keys of
+    `[[pipeline.stages]]`; overrides of recipe keys are in the key `overrides` of these tables. Raises `ConfigError` if
+    the first part of a key is neither a stage, nor a recipe table, nor `pipeline`."""
     pipeline_table: TomlTable = {}
     stage_tables: defaultdict[str, TomlTable] = defaultdict(dict)
     for override in overrides:
@@ -123,7 +125,8 @@ def group_overrides(
 
 
 def grid_override_notices(overrides: Sequence[Override], stage: StageConfig) -> list[str]:
-    """Return a message for each override of a key that the grid of a stage's sweep sets in every branch."""
+    """Return a message for each override of a key that has no effect, because the grid of the stage's sweep sets the
+    key in every branch."""
     grid_keys = {".".join(split_key(current_key(key))) for key in (stage.sweep.grid if stage.sweep else ())}
     return [
         f"--set {override.text!r} has no effect on stage {stage.name!r}: its sweep.grid sets the key"

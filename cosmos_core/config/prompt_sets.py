@@ -50,7 +50,8 @@ def prompt_files(path: Path, split: str) -> list[Path]:
 
 
 def prompt_metadata(prompt: str, path: Path) -> dict[str, Any]:
-    """Return the metadata of a prompt for rewards: in the set `ocr` the quoted text that the image must show."""
+    """Return metadata of a prompt that rewards read: in the prompt set `ocr` the quoted text that the image must show;
+    empty in any other set."""
     if not {path.name, path.stem, path.parent.name, path.parent.stem} & {"ocr"}:
         return {}
     quoted_text_match = _QUOTED_TEXT_PATTERN.search(prompt)

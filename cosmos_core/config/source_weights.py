@@ -18,8 +18,9 @@ class RewardWeightsBySource(dict[str, float]):
 
 
 def reward_weights_of_source(weights: Mapping[str, float], dataset_label: str) -> Mapping[str, float]:
-    """Return the weights of the reward functions for rows of the data set with the label `dataset_label`. Raises
-    `ConfigError` if the recipe has several data sets, and none of them has this label."""
+    """Return the weights of the reward functions for rows of the data set with the label `dataset_label`; these are all
+    of `weights` unless the recipe has several data sets. Raises `ConfigError` if none of several data sets has this
+    label."""
     if not isinstance(weights, RewardWeightsBySource):
         return weights
     if dataset_label not in weights.by_source:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _STAGE_ARGUMENTS_KEY = "arguments"
 _GRID_TABLE_NAMES = (*Recipe.model_fields, _STAGE_ARGUMENTS_KEY)
-"""Names of the tables to which the keys of a grid may belong."""
+"""Names of the tables whose keys a grid can set: those of a recipe, and `arguments` of a stage."""
 # Branches that differ in the seed share their prepared rows, so that they are compared on the same held-out rows.
 _SEED_KEY = "train.seed"
 # Branches that differ in this key have separate prepared rows, because the tokenizer of the model prepares the rows.
@@ -160,7 +160,8 @@ def _find_copied_stages(
 
 
 def _split_grid_key(key: str, sweep_stage_name: str, copied_stage_names: Sequence[str]) -> tuple[str, str]:
-    """Split a key `KEY` or `STAGE.KEY` of a grid into stage name and `KEY`; the name is empty for an unknown key."""
+    """Split a key of a grid, `KEY` or `STAGE.KEY`, into a stage name and `KEY`. Without STAGE, the name is that of the
+    stage with the sweep; it is empty for an unknown key."""
     first_key_part, _, stage_key = key.partition(".")
     if first_key_part in copied_stage_names and stage_key.partition(".")[0] in _GRID_TABLE_NAMES:
         return first_key_part, stage_key
@@ -172,8 +173,8 @@ def _is_stage_argument(key: str) -> bool:
 
 
 def _list_grid_points(grid: Mapping[str, list[Any]], max_original_length: int) -> list[tuple[str, TomlTable]]:
-    """Return pairs of a suffix for the names of a branch's stages, and the values of the branch by key. The names to
-    which the suffix is appended have at most `max_original_length` characters."""
+    """Return one pair for each branch of a sweep: a suffix for the names of its stages, and its values of the grid by
+    key. The suffix is so short that it can be appended to names of `max_original_length` characters."""
     points = [dict(zip(map(current_key, grid), values, strict=True)) for values in itertools.product(*grid.values())]
     short_name_by_key = _shorten_keys([current_key(key) for key in grid])
     name_parts = [[f"{short_name_by_key[key]}-{_format_value(point[key])}" for key in point] for point in points]
@@ -190,7 +191,8 @@ def _list_grid_points(grid: Mapping[str, list[Any]], max_original_length: int) -
 
 
 def _shorten_keys(keys: Sequence[str]) -> dict[str, str]:
-    """Return, for each dotted key, the shortest sequence of its last parts that no other key ends with."""
+    """Return a short name for each dotted key: its last parts, joined by `_`, as many as distinguish it from the other
+    keys."""
     short_name_by_key, split_keys = {}, [split_key(key) for key in keys]
     for key, parts in zip(keys, split_keys, strict=True):
         endings = [parts[-num_parts:] for num_parts in range(1, len(parts) + 1)]
@@ -200,7 +202,7 @@ def _shorten_keys(keys: Sequence[str]) -> dict[str, str]:
 
 
 def _format_value(value: Any) -> str:
-    """Return the value of a setting as a text for the name of a stage."""
+    """Return the value of a setting in the form in which it is part of the name of a branch's stage."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
@@ -229,7 +231,8 @@ def _rename_references(stage_or_recipe: TableT, copy_name_by_original: Mapping[s
 def _replace_branch_references(
     pipeline: Pipeline, stage: StageConfig, sweep_stage_name: str, copied_stage_names: Sequence[str]
 ) -> StageConfig:
-    """Return a stage outside of the sweep with each reference to a stage of the sweep replaced by the select stage."""
+    """Return a stage outside of the sweep that refers to the select stage of the sweep instead of the stages that were
+    copied into branches. Raises `ConfigError` if it refers to rows or to a checkpoint of a copied stage."""
     error_prefix = _make_error_prefix(pipeline, stage)
     copied_references = {f"{STAGE_PREFIX}{name}" for name in copied_stage_names}
     if stage.data in copied_references:

@@ -7,7 +7,7 @@ from cosmos_core.registry import is_user_code
 
 PUBLICATION_TARGETS_FOLDER = "cosmos_core.upload"
 LOCAL_FOLDER_TARGET = "file"
-"""Name of the publication target that is a local folder, and the default for a target without a name."""
+"""Name of the publication target that is a local folder. A target without a name is such a folder too."""
 
 
 def split_publication_target(publication_target: str) -> tuple[str, str]:
@@ -19,8 +19,8 @@ def split_publication_target(publication_target: str) -> tuple[str, str]:
 
 
 def absolute_publication_target(publication_target: str, make_absolute: Callable[[str], str]) -> str:
-    """Return a publication target with an absolute folder; `make_absolute` converts the path of a file with user code.
-    `~USER/FOLDER` of an unknown user is returned unchanged."""
+    """Return a publication target with an absolute path. `make_absolute` converts the path of a file with user code. A
+    folder `~USER/FOLDER` of an unknown user is returned unchanged."""
     if not publication_target:
         return ""
     target_name, location = split_publication_target(publication_target)

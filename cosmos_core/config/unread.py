@@ -11,7 +11,7 @@ from cosmos_core.config.schema.table import active_fields, affects_result, short
 from cosmos_core.types import is_at_or_below
 
 _IMPLICITLY_READ_KEYS = ("policy.is_diffusers", "policy.model_class", "train.train_policy.type", "export.formats")
-"""Keys that stages use without being declared to read them, such as the modality of the model."""
+"""Keys that stages use although the declarations of stage kinds do not list them, such as `policy.is_diffusers`."""
 _VALIDATION_SAMPLING_KEYS = tuple(
     f"validation.{name}" for name in ("temperature", "top_p", "top_k", "repetition_penalty", "max_response_length")
 )
@@ -49,7 +49,8 @@ def disabled_keys(pipeline: Pipeline, stage: StageConfig) -> Iterator[tuple[str,
 
 
 def _may_complete_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
-    """Return True if the stage may generate completions for its rows, by the recipe that prepares the rows."""
+    """Return True if a stage can generate completions, so that `[rollout]` affects it. If another stage prepares its
+    rows, the recipe of that stage decides whether the rows are prompts; rows of unknown origin count as prompts."""
     stage_kind, data_stage_name = pipeline.stage_kind(stage), referenced_stage(stage.data)
     if stage_kind.feed == "rollouts" or stage_kind.has_engine:
         return True
@@ -65,8 +66,8 @@ def _may_complete_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
 
 def unread_key_notices(pipeline: Pipeline, loaded_recipes: Mapping[str, Recipe]) -> Iterator[str]:
     """Yield notices about keys that change results, but are set only in recipes of stages that do not read them. The
-    pipeline must contain all its stages, unlike that of a running Python flow. `loaded_recipes` are its recipes with
-    the values of the user, some of which `resolve_gpu_settings` has replaced in the stages that read them."""
+    pipeline must contain all its stages, unlike that of a Python flow, which adds stages while it runs.
+    `loaded_recipes` are its recipes before `resolve_gpu_settings` replaced values of the user."""
     if any(stage.entry for stage in pipeline.stages):  # report no key as unread: a user function may read any key
         return
     grid_keys = [key for s in pipeline.stages if s.sweep for branch in s.sweep.branches for key in branch.settings]
@@ -99,7 +100,8 @@ def unread_key_notices(pipeline: Pipeline, loaded_recipes: Mapping[str, Recipe])
 
 
 def _disabled_keys_in_fingerprint(recipe: Recipe) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield pairs of a reason and the prefixes of the recipe keys that it disables. Fingerprints include these keys."""
+    """Yield pairs of a reason and the prefixes of the recipe keys that other settings of the recipe disable. Unlike
+    keys from `disabled_keys`, these remain in fingerprints."""
     train_policy = recipe.train.train_policy
     if not recipe.policy.modality.has_text_engines:
         yield "policy.is_diffusers is on", _TEXT_MODEL_KEYS

@@ -31,7 +31,8 @@ def with_upload_stages(pipeline: Pipeline) -> Pipeline:
 
 
 def _list_requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConfig]]:
-    """Yield the name of each training whose recipe requests an upload of its model, and the upload stage."""
+    """Yield a pair for each upload that the recipe of a training requests: the name of the training, and the new upload
+    stage."""
     upload_kind = next((name for name, kind in pipeline.stage_kinds.items() if kind.makes == "publication"), "")
     for model_stage, training_name, is_last_training in _list_published_stages(pipeline):
         dependent_stages = [stage for stage in pipeline.stages if referenced_stage(stage.model) == model_stage.name]
@@ -54,8 +55,8 @@ def _list_requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConf
 
 
 def _list_gates(pipeline: Pipeline, model_stage_names: set[str]) -> list[str]:
-    """Return the names of the gates that judge the model of one of the stages. A gate reads the metrics of that stage,
-    of a stage that measures the model (also a user's program), or of another of these gates."""
+    """Return the names of the gates that judge the model of one of `model_stage_names`. The `after` of such a gate
+    contains that stage, a stage that measures the model (also a user's program), or another such gate."""
     judged_names, gate_names = set(model_stage_names), list[str]()
     for stage in pipeline.stages:
         may_measure, model_name = pipeline.stage_kind(stage).makes in {"", "metrics"}, referenced_stage(stage.model)
@@ -67,9 +68,10 @@ def _list_gates(pipeline: Pipeline, model_stage_names: set[str]) -> list[str]:
 
 
 def _list_published_stages(pipeline: Pipeline) -> Iterator[tuple[StageConfig, str, bool]]:
-    """Yield each stage whose model may be published, the training whose recipe requests it, and whether no training, no
-    merge and no choice follows. The stage is a training, a merge or a choice, but no branch of a choice; merges and
-    choices are published as requested by the last training of their models."""
+    """Yield each stage whose model can be published, the name of the training whose recipe decides about it, and
+    whether no stage that depends on it trains, merges or selects models. The stage itself trains, merges or selects,
+    and is no branch from which another stage selects. For a merge or a selection, the last training of its models
+    decides."""
     trainings = {stage.name for stage in pipeline.stages if pipeline.stage_kind(stage).trains_model}
     makers = trainings | {each.name for each in pipeline.stages if pipeline.stage_kind(each).merges_models}
     makers |= {each.name for each in pipeline.stages if _find_chosen_stage(pipeline, each)}
@@ -87,6 +89,7 @@ def _list_published_stages(pipeline: Pipeline) -> Iterator[tuple[StageConfig, st
 
 
 def _find_chosen_stage(pipeline: Pipeline, stage: StageConfig) -> list[str]:
-    """Return the stage that makes the model of the first branch of a choice; empty if `stage` chooses no model."""
+    """Return a list with the name of the stage that makes the model of the first branch, if `stage` selects the best of
+    several branches; otherwise an empty list."""
     name = referenced_stage(pipeline.initial_model(stage)) if pipeline.stage_kind(stage).selects_branch else None
     return [name] if name and pipeline.stage_kind(pipeline.stage(name)).makes == "model" else []

@@ -16,9 +16,9 @@ _CURRENT_TABLE_NAMES = {*Recipe.model_fields, "pipeline", "extends"}
 _WFM_TABLE_NAMES = (
     "model", "optimizer", "scheduler", "dataloader_train", "dataloader_val", "trainer", "model_parallel", "job"
 )  # fmt: skip
-"""Top-level tables of the deprecated `--wfm-mode` schema."""
+"""Top-level tables of recipes that Cosmos-RL reads with its deprecated option `--wfm-mode`."""
 RENAMED_KEYS: dict[str, str] = _KEY_TRANSLATIONS["moved"] | _KEY_TRANSLATIONS["moved_in_dpo"]
-"""Current name of each renamed key of an older generation, by its old name."""
+"""Current name of each configuration key of Cosmos-RL that has another name today, by its old name."""
 INEFFECTIVE_KEYS: dict[str, str] = {key: effect for effect, keys in _KEY_TRANSLATIONS["dead"].items() for key in keys}
 """Intended effect of each key that occurs in public recipes but has no effect, by name of the key."""
 _INEFFECTIVE_GRPO_KEYS = {key: effect for effect, keys in _KEY_TRANSLATIONS["dead_in_grpo"].items() for key in keys}
@@ -62,10 +62,11 @@ def with_current_keys(config_values: TomlTable, error_prefix: str, notices: list
 
 def with_current_algorithm_keys(recipe_tables: TomlTable, notices: list[str]) -> TomlTable:
     """Return a recipe without the older keys of DPO and GRPO: they are renamed or, if they have no effect, removed.
-    Keys such as `custom.dpo_beta` are renamed only for DPO, since they may otherwise belong to a user's algorithm, and
-    the system prompt in `custom.dataset` only beside the `annotation_path` of the rows.
+    Keys such as `custom.dpo_beta` are renamed only for DPO, since they may otherwise belong to a user's algorithm.
+    `custom.dataset.system_prompt` is copied to the algorithm's `system_prompt` only if `custom.dataset.annotation_path`
+    names the rows.
 
-    If both keys are set, the current key takes precedence over the older one.
+    If the recipe sets an older key and its current key, the current key takes precedence.
     """
     recipe_tables = copy.deepcopy(recipe_tables)
     policy_table, _ = find_parent_table(recipe_tables, f"{_TRAIN_POLICY_KEY}.type")
@@ -134,7 +135,8 @@ def _translate_remote_reward(config_values: TomlTable, notices: list[str]) -> No
 
 
 def current_key(key: str) -> str:
-    """Return the current name of a dotted key, which may begin with a stage name (`STAGE.KEY`) or a renamed table."""
+    """Return the current name of a dotted key, or the key unchanged if neither it nor a table in it was renamed. The
+    key can begin with a stage name, `STAGE.KEY`."""
     for old_key, new_key in _KEY_TRANSLATIONS["moved"].items():
         stage_prefix, is_below_old_key = _match_stage_prefix(key, old_key)
         if is_below_old_key:
@@ -151,7 +153,8 @@ def no_effect_message(key: str, ignored_value: Any) -> str:
 
 
 def _match_stage_prefix(key: str, table_key: str) -> tuple[str, bool]:
-    """Return the prefix `STAGE.` of a dotted key, or "", and whether the rest is `table_key` or below it."""
+    """Compare the dotted key `key` with the key or table `table_key`. Return the prefix `STAGE.` of `key`, or "" if it
+    matches without a prefix, and whether the rest of it is `table_key` or a key of that table."""
     if f"{key}.".startswith(f"{table_key}."):
         return "", True
     stage_name, _, remaining_key = key.partition(".")

@@ -1,17 +1,19 @@
-"""Map settings of transformers and TRL to the equivalent configuration keys, or to a text with a replacement."""
+"""Map settings of transformers and TRL to the equivalent configuration keys, or to a text that says what to use
+instead."""
 
 import tomllib
 from importlib.resources import files
 
 _TRL_TRANSLATIONS = tomllib.loads(files(__package__).joinpath("trl.toml").read_text("utf-8"))
 _ADVICE_BY_TRL_NAME: dict[str, str] = _TRL_TRANSLATIONS.pop("without_key")
-"""What to use instead of each name of transformers or TRL that has no corresponding key."""
+"""Text that says what to use instead of a setting of transformers or TRL that has no equivalent key, by its name."""
 KEYS_BY_TRL_NAME: dict[str, tuple[str, ...]] = {
     name: (keys,) if isinstance(keys, str) else tuple(keys)
     for section in _TRL_TRANSLATIONS.values()
     for name, keys in section.items()
 }
-"""Corresponding key for each name of transformers or TRL; several keys if the key depends on the algorithm."""
+"""Equivalent configuration key of each setting of transformers or TRL, by its name; several keys if the key depends on
+the algorithm."""
 
 
 def keys_for_trl_name(name: str) -> tuple[str, ...]:
@@ -21,7 +23,8 @@ def keys_for_trl_name(name: str) -> tuple[str, ...]:
 
 
 def describe_equivalent_key(name: str) -> str:
-    """Return the equivalent of a name of transformers or TRL as the end of the error "unknown key"; empty if none."""
+    """Return the end of the error message "unknown key" for a key that is a setting of transformers or TRL: the
+    equivalent configuration key, or what to use instead. Empty for any other key."""
     name = name.rpartition(".")[2]
     replacement_text = _ADVICE_BY_TRL_NAME.get(name) or " or ".join(KEYS_BY_TRL_NAME.get(name, ()))
     location_text = "" if name in _ADVICE_BY_TRL_NAME else " here"

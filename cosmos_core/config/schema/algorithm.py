@@ -32,11 +32,11 @@ class AlgorithmConfig(Table):
     """Kind of rows that the `prepare` stage makes for the algorithm: the name of a file of
     `cosmos_core/data/kinds/`."""
     num_sequences_per_row: ClassVar[int] = 1
-    """Number of token sequences in a row."""
+    """Number of token sequences that a training row contains, such as 2 for a pair of responses."""
     allows_validation_completions: ClassVar[bool] = True
-    """Whether held-out rows are prompts that a model can complete, so that reward functions score the completions."""
+    """Whether held-out rows are prompts that a model can complete, so that validation can score completions."""
     reports_rewards: ClassVar[bool] = True
-    """Whether validation may report rewards even if `[validation]` names no reward functions."""
+    """Whether validation can report rewards even if `[validation]` names no reward functions."""
     modalities: ClassVar[tuple[str, ...]] = ("causal_lm",)
     """Names of the modalities, `Modality.name`, of the models that the algorithm can train."""
     has_rollouts: ClassVar[bool] = False
@@ -74,8 +74,8 @@ class AlgorithmConfig(Table):
 
     @property
     def tables_by_dataset(self) -> dict[str, Self]:
-        """Return a copy of this table for each data set of training rows, by the key of the data set. In the copy, the
-        settings of the data set replace those of the algorithm."""
+        """Return a copy of this table for each data set of training rows, by the configuration key of the data set. In
+        the copy, settings of the data set, such as its system prompt, replace those of the algorithm."""
         if not self.datasets:
             return {"train.train_policy.dataset": self}
         copies = (self.copy_with(datasets=(), dataset=each, **self._dataset_settings(each)) for each in self.datasets)
@@ -116,7 +116,8 @@ class AlgorithmConfig(Table):
 
     @property
     def validation_rewards(self) -> dict[str, float]:
-        """Return the reward functions by which validation scores completions if `[validation]` names none."""
+        """Return the reward functions, with their weights, that score completions in validation if `[validation]` names
+        none."""
         return self.rewards
 
     @property
@@ -201,7 +202,8 @@ class AlgorithmConfig(Table):
 
 
 def find_algorithm_name(policy_table: Any) -> str:
-    """Return the algorithm of a `[train.train_policy]`: its `trainer_type` or, for user code, its `type`."""
+    """Return the name of the algorithm in a table `[train.train_policy]`: its `trainer_type` or, if that is missing or
+    a user's class, its `type`."""
     if isinstance(policy_table, AlgorithmConfig):
         return policy_table.algorithm
     policy_type, trainer_type = str(policy_table.get("type")), policy_table.get("trainer_type")
@@ -219,6 +221,6 @@ def _allowed_types(algorithm_table: type[AlgorithmConfig]) -> tuple[str, ...]:
 
 
 def _algorithm_tables(base_class: type[AlgorithmConfig] = AlgorithmConfig) -> list[type[AlgorithmConfig]]:
-    """Return every table class that declares an algorithm, in definition order."""
+    """Return `base_class` and its subclasses that declare an algorithm, in definition order."""
     own_classes = [base_class] if "algorithm" in vars(base_class) else []
     return [*own_classes, *(table for subclass in base_class.__subclasses__() for table in _algorithm_tables(subclass))]

@@ -42,13 +42,14 @@ class CheckpointConfig(Table):
     """Prefix of keys in the bucket, before the names of pipeline and stage."""
 
     def s3_url(self, *path_parts: str) -> str:
-        """Return the S3 URL with the path parts `path_parts`; empty if upload is off."""
+        """Return the S3 URL that ends with `path_parts`, below the bucket and the prefix of this table; empty if
+        `upload_s3` is off."""
         url_parts = (self.s3_bucket or "", self.s3_prefix.strip("/"), *path_parts)
         return f"s3://{'/'.join(filter(None, url_parts))}" if self.upload_s3 else ""
 
     def upload_urls(self, *path_parts: str, is_last_model: bool) -> dict[str, str]:
-        """Return the URLs to which a model is published, by the suffix (`s3` or `hub`) of the upload stage's name. Only
-        the last model of a pipeline (`is_last_model`) is published on the Hub."""
+        """Return the URLs to which a model is published, by `s3` or `hub`, with which the name of the upload stage
+        ends. Only the last model of a pipeline (`is_last_model`) is published on the Hub."""
         hub_url = f"hub://{self.hf_repo_name}" if self.upload_hf and is_last_model else ""
         urls_by_suffix = {"s3": self.s3_url(*path_parts), "hub": hub_url}
         return {stage_suffix: url for stage_suffix, url in urls_by_suffix.items() if url}

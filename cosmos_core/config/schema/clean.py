@@ -1,4 +1,5 @@
-"""`[train.train_policy.clean]`: duplicates among training rows, and training rows that contain text of benchmarks."""
+"""`[train.train_policy.clean]`: search for duplicates among training rows, and for training rows that contain text of
+benchmarks."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -30,7 +31,7 @@ class BenchmarkRowsConfig(Table):
 
     @property
     def dataset(self) -> DatasetConfig:
-        """Return the data set of the rows."""
+        """Return the data set of the benchmark's rows."""
         return DatasetConfig(name=self.name, subset=self.subset, revision=self.revision, split=self.split)
 
 
@@ -56,8 +57,8 @@ class CleanConfig(Table):
     """Minimum fraction of the words of a benchmark's text that the matches must cover for `drop` to leave out the row
     (0.8 as for Llama 2, arXiv 2307.09288). Matches that cover less are only reported."""
     near_duplicates: Fraction = 0.9
-    """Lowest Jaccard similarity of near duplicates, over pairs of consecutive words; a later row is a duplicate of an
-    earlier one. 0: only rows of equal texts."""
+    """Two rows are near duplicates if the Jaccard similarity of their sets of pairs of consecutive words is at least
+    this value; the later row counts as the duplicate. 0: only rows of equal texts are duplicates."""
     action: Literal["report", "drop"] = "report"
     """What happens to duplicates and to rows that contain a benchmark's text: `report` keeps them, `drop` leaves them
     out."""

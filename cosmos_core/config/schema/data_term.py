@@ -35,5 +35,5 @@ class DataTermConfig(Table):
 
     @property
     def dataset(self) -> DatasetConfig:
-        """Return the data set of the supervised rows."""
+        """Return the data set from which the supervised rows are read."""
         return DatasetConfig(**{name: value for name, value in self if name in DatasetConfig.model_fields})

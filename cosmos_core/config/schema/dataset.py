@@ -28,12 +28,13 @@ def reasoning_gym_generator(name: str) -> str:
 
 
 def data_suffix(name: str) -> str:
-    """Return the suffix in `DATA_SUFFIXES` that a file name ends with, in any case; empty if there is none."""
+    """Return the suffix in `DATA_SUFFIXES` that a file name ends with, in upper or lower case; empty if there is
+    none."""
     return next((suffix for suffix in DATA_SUFFIXES if name.lower().endswith(suffix)), "")
 
 
 class RowsConfig(Table):
-    """Keys of every data set of rows."""
+    """Keys that every data set of rows has, such as its name and split."""
 
     name: Annotated[str, ResultNeutral, ReferenceKind.PATH] = ""
     """Path of a file of rows (.jsonl or .ndjson, .json, .csv, .tsv, also compressed as .gz, .bz2 or .xz, .parquet,
@@ -62,8 +63,8 @@ class RowsConfig(Table):
     from `pass_rates`; other rows are skipped and counted, an unknown rate (null) excludes no row. Rows that `test_size`
     holds out are all kept. Empty: all rows."""
     pass_rates: Annotated[str, ResultNeutral, ReferenceKind.PATH] = ""
-    """File of the pass rates of prompts for `keep`, or `stage:NAME` of a stage that learns from rollouts or samples and
-    renders the same prompts; a prompt without a rate counts as an unreadable row. Empty: column `pass_rate`."""
+    """File of the pass rates of prompts for `keep`, or `stage:NAME` of a stage that completes the same prompts in
+    training (RL) or as samples; a prompt without a rate counts as an unreadable row. Empty: column `pass_rate`."""
 
     @model_validator(mode="after")
     def _check_pass_rates_and_arguments(self) -> Self:
@@ -95,7 +96,7 @@ class RowsConfig(Table):
 
 
 class DatasetConfig(RowsConfig):
-    """Data set: a local file or folder, or the name of a data set on the Hugging Face Hub."""
+    """Settings of a data set: a local file or folder, or the name of a data set on the Hugging Face Hub."""
 
     local_dir: Annotated[str, ResultNeutral, ReferenceKind.PATH] = ""
     """Diffusion models: folder of prompts (`*.json`) and media, in place of `name`; empty: `name`. `name` may also be
@@ -116,20 +117,21 @@ class SourceConfig(RowsConfig):
     label: str = ""
     """Name of the data set in metrics, such as `reward/LABEL/mean`; empty: the last part of `name`."""
     weight: PositiveFloat | None = None
-    """Weight of this data set among the training rows, relative to the weights of the others. None, which all data sets
-    must then have: by numbers of rows."""
+    """Weight of this data set among the training rows, relative to the weights of the others. None: its number of rows
+    is the weight; either all data sets have None or none of them."""
     columns: dict[str, str] = {}
     """Columns of this data set in place of the algorithm's: `prompt = "question"` replaces `prompt_column_name`, and so
     for each key that ends with `_column_name`."""
     system_prompt: str | None = None
-    """System prompt of this data set; None: that of the algorithm."""
+    """System prompt of this data set; None: the system prompt of the algorithm."""
     reward_function: RewardWeights = {}
     """Reward functions of this data set; empty: those of the algorithm, or `reasoning_gym` for generated rows if the
     algorithm's are left out."""
 
     @model_validator(mode="after")
     def _set_default_label(self) -> Self:
-        """Check `name` and `label`, and derive an empty label from the name, which fingerprints do not include."""
+        """Refuse an invalid `name` or `label`, and derive a `label` that is empty from the name. The label is set here,
+        because fingerprints do not include the name."""
         if not self.name.strip():
             raise ValueError("name is empty; give a file, a folder or a Hub id")
         if re.fullmatch(r"[\w.-]*", self.label) is None:

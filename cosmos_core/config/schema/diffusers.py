@@ -53,13 +53,14 @@ class DiffusersConfig(Table):
     timesteps_fraction: Fraction = 1.0
     """Fraction of the sampler's denoising steps that DiffusionNFT trains on (also written `timestep_fraction`)."""
     nft_beta: PositiveFloat = 1.0
-    """Beta of DiffusionNFT (arXiv 2509.16117)."""
+    """Beta of DiffusionNFT (arXiv 2509.16117): its positive policy mixes beta of the trained policy with 1 - beta of
+    the old policy, its negative policy -beta of the trained with 1 + beta of the old policy."""
     weight_copy_decay_type: Literal[0, 1, 2] = 0
     """Schedule of the fraction of its weights that the old policy of DiffusionNFT keeps when it is updated, after n
     optimizer steps: 0 (schedule 0), min(0.001 n, 0.5) (schedule 1), or 0 for 75 steps and then min(0.0075 (n - 75),
     0.999) (schedule 2)."""
     lora: LoraConfig | None = None
-    """LoRA adapters of the denoiser, with the keys of [policy.lora]; None: all its weights are trained."""
+    """Settings of LoRA for the denoiser, which have no effect; `[policy.lora]` is read instead."""
     sample: SampleConfig = SampleConfig()
     """Settings of the sampler that generates images and videos."""
     tokenizer: VideoTokenizerConfig = VideoTokenizerConfig()

@@ -49,10 +49,11 @@ class DistillationConfig(Table):
     mini_batch: RowCount = 1
     """Number of sequences per forward pass of the teacher."""
     kl_penalty_coef: NonNegativeFloat = 1.0
-    """Weight of the teacher's penalty in the advantage, or with `top_k` of the divergence in the loss."""
+    """Weight of the penalty log policy - log teacher in the advantage or, with `top_k`, of the divergence from the
+    teacher in the loss."""
     kl_discount_factor: Fraction = 0.0
-    """Discount of the penalties of later tokens in the advantage of a token: 1 gives the gradient of the completion's
-    KL, 0 that of the token's own KL."""
+    """Discount factor per token, with which the advantage of a token includes the teacher's penalties of later tokens:
+    1 gives the gradient of the completion's KL, 0 that of the token's own KL."""
     include_prompt: bool = False
     """Also train on the tokens of the prompt. The policy did not sample these tokens, so the advantage of a prompt
     token is its own penalty only."""

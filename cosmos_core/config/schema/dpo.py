@@ -17,8 +17,8 @@ _LOSSES_WITH_SMOOTHING = {"sigmoid", "robust", "simpo"}
 
 
 class DpoLossConfig(Table):
-    """Loss of a pair of responses in DPO. Cosmos-RL has three of these keys in `[custom]`: `dpo_beta`, `dpo_loss_type`,
-    `dpo_loss_weights`."""
+    """Settings of the DPO loss of a pair of responses. Cosmos-RL has three of these keys in `[custom]`: `dpo_beta`,
+    `dpo_loss_type`, `dpo_loss_weights`."""
 
     beta: PositiveFloat = 0.1
     """Factor beta in the reward of a response, beta x (its log-probability - that under the reference); in `ipo` the
@@ -80,7 +80,7 @@ class DpoConfig(SupervisedConfig):
     rejected_column_name: str = "rejected"
     """Column of the rejected response of a pair."""
     dpo: DpoLossConfig = DpoLossConfig()
-    """Loss of a pair of responses."""
+    """Settings of the loss of a pair of responses."""
 
     @property
     def auxiliary_model_names(self) -> tuple[str, ...]:

@@ -44,7 +44,8 @@ class EvaluateConfig(Table):
     """Seed of Python, NumPy, torch and the choice of examples; None: 0 for Python, 1234 for the others, as lm-eval
     does. For a diffusion model the seed of the noise; None: 0."""
     engine: Literal["auto", "vllm", "hf"] = "auto"
-    """`hf`: forward passes of transformers. `auto`: vLLM if it is `rollout.backend` and installed, otherwise `hf`."""
+    """Engine that runs a language model. `hf`: forward passes of transformers. `vllm`: vLLM. `auto`: vLLM if it is
+    `rollout.backend` and installed, otherwise `hf`."""
     confirm_run_unsafe_code: bool = False
     """Allow tasks that execute code which the model wrote, without a sandbox."""
     prompts: Annotated[StringOrList, ReferenceKind.PATH, ResultNeutral] = ()

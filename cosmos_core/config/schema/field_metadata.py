@@ -14,17 +14,17 @@ StatusName = Literal["used", "no effect", "planned", "unsupported"]
 
 @dataclass(frozen=True)
 class KeyStatus:
-    """Support of a field in this version, as declared in `config/status.toml`."""
+    """Metadata of a field with its support status in this version, as declared in `config/status.toml`."""
 
     name: StatusName
     note: str = ""
-    """Reason for the status, or the key to use instead."""
+    """Reason why the field has no effect or is not supported, or the key to use instead; empty for a used field."""
 
 
 @dataclass(frozen=True)
 class IntroducedIn:
-    """Version that introduced a key: the `first` version of Cosmos-RL that is supported, a `later` version of it, or
-    `ours`, a version of this project."""
+    """Metadata of a field with the version that introduced its key: the `first` version of Cosmos-RL that is supported,
+    a `later` version of it, or `ours`, a version of this project."""
 
     version: Literal["first", "later", "ours"]
 
@@ -38,7 +38,7 @@ class EnabledBy:
 
 @dataclass(frozen=True)
 class SupportedValues:
-    """Values that this version supports; the schema accepts more values."""
+    """Metadata of a field of which this version supports only some values, although the schema accepts more."""
 
     values: tuple[Any, ...]
     note: str
@@ -47,7 +47,7 @@ class SupportedValues:
     """Whether import paths of user code, `module:name` and `file.py:name`, are also supported."""
 
     def is_supported(self, value: Any) -> bool:
-        """Return True if this version supports the value."""
+        """Return True if `value` is in `values` or, with `takes_import_paths`, is the import path of user code."""
         return value in self.values or (self.takes_import_paths and isinstance(value, str) and ":" in value)
 
 
@@ -73,22 +73,24 @@ def class_choices(package_folder: str, suffix: str) -> SupportedValues:
 
 @dataclass(frozen=True)
 class FieldUnit:
-    """Unit of a numeric field, such as `tokens`."""
+    """Metadata of a numeric field with its unit, such as `tokens`."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class AffectsResult:
-    """Whether the value of a field enters the fingerprint of the stages that read it."""
+    """Metadata of a field that says whether its value enters the fingerprint of the stages that read it."""
 
     enters_fingerprint: bool
     omits_empty_value: bool = False
-    """Whether a fingerprint omits an empty value, so that it equals that of a version without the field."""
+    """Whether the fingerprint omits the field while its value is empty, so that it equals the fingerprint of an older
+    version of this project without the field."""
 
 
 ResultNeutral = AffectsResult(False)
-"""Metadata of a field that changes how a run is shown or stored, never what it computes."""
+"""Metadata of a field whose value fingerprints omit. The value changes how a run is shown or stored, never what the run
+computes, or it names content that enters fingerprints itself."""
 OmittedIfEmpty = AffectsResult(True, omits_empty_value=True)
 """Metadata of a field that is left out of fingerprints while it is empty."""
 

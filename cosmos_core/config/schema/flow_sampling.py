@@ -39,8 +39,8 @@ class SampleConfig(Table):
 
 
 class FlowRLConfig(Table):
-    """`[policy.diffusers.flow_rl]`: read with `trainer_type = "flow_grpo"` (arXiv 2505.05470) and `"ddrl"` (arXiv
-    2512.04332)."""
+    """`[policy.diffusers.flow_rl]`: settings of FlowGRPO and DDRL, which are read with `trainer_type = "flow_grpo"`
+    (arXiv 2505.05470) and `"ddrl"` (arXiv 2512.04332)."""
 
     train_on: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1), FieldUnit("denoising steps")] = (
         0, 1, 2, 3, 4, 5, 6, 7,
@@ -55,8 +55,8 @@ class FlowRLConfig(Table):
         FieldUnit("denoising steps"),
         EnabledBy("window_size"),
     ] = None
-    """Range in which the stochastic window may lie: its first step, and the step after its last one; None: the first
-    half of the steps."""
+    """Range in which the stochastic window lies: the first step that it can contain, and the step after the last one;
+    None: the first half of the steps."""
     window_moves_every: Annotated[NonNegativeInt, FieldUnit("train steps"), EnabledBy("window_size")] = 0
     """Number of train steps after which the stochastic window moves by one step towards the data (MixGRPO, arXiv
     2507.21802); 0: its position is sampled in each train step."""
@@ -91,7 +91,8 @@ class FlowRLConfig(Table):
 
 
 def stochastic_step_window(flow_rl: FlowRLConfig, num_steps: int) -> StepWindow | None:
-    """Return the window of stochastic steps in a rollout of `num_steps` denoising steps; None: all are stochastic."""
+    """Return the window of stochastic steps in a rollout of `num_steps` denoising steps: its size, its range and how
+    often it moves. None: all steps are stochastic."""
     if flow_rl.window_size is None:
         return None
     first_step, end_step = flow_rl.window_range or (0, max(flow_rl.window_size, num_steps // 2))

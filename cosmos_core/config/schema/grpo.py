@@ -69,8 +69,8 @@ class GrpoConfig(RlConfig):
     """Exclude sequences with a negative advantage and a mean log(rollout policy / policy) above this value (arXiv
     2512.02556); None: exclude none."""
     ratio_cap: PositiveFloat | None = None
-    """Largest weight of a token with variant = 'cispo', 'dppo_tv' or 'dppo_kl', an absolute value; None: 5 with
-    'cispo', 20 with the others."""
+    """Largest weight of a token with variant = 'cispo', 'dppo_tv' or 'dppo_kl': the cap of the ratio itself, not of its
+    distance from 1. None: 5 with 'cispo', 20 with the others."""
     sapo_temperature_pos: PositiveFloat = 1.0
     """With variant = 'sapo': temperature of the gate for tokens with a positive advantage; the higher, the faster the
     weight of a token falls as its ratio leaves 1."""
@@ -91,10 +91,11 @@ class GrpoConfig(RlConfig):
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus in the loss; unlike in Cosmos-RL the bonus has a gradient. 0: no bonus."""
     log_entropy: bool = True
-    """Compute the policy's entropy for the metrics, about a tenth of the time of a step at a vocabulary of 150,000."""
+    """Compute the policy's entropy for the metrics, which takes about a tenth of the time of a step at a vocabulary of
+    150,000."""
     min_filter_prefix_tokens: TokenCount | None = None
-    """Minimum length of a shared prefix to leave out of the loss: a prefix that completions with different rewards
-    share; None: no prefix is left out."""
+    """Minimum number of tokens of a prefix that is left out of the loss because completions with different rewards
+    share it; None: no prefix is left out."""
     reference_reset_interval: StepCount | None = None
     """Number of train steps after which the current policy becomes the new reference of the KL penalty; None: never."""
     reset_optimizer_with_reference: Annotated[bool, EnabledBy("reference_reset_interval")] = True

@@ -10,9 +10,9 @@ HookFunction = Annotated[NameOrImportPath | Literal[""], ResultNeutral, Referenc
 
 
 class HooksConfig(Table):
-    """Functions, each `path/file.py:function`, that are called on every rank as `f(stage, report_data)`; empty: no
-    call. An exception ends the training. Hooks are assumed not to change results: a changed hook does not cause a new
-    training."""
+    """`[train.hooks]`: user functions, each `path/file.py:function`, that are called on every rank as `f(stage,
+    report_data)`; empty: no call. An exception ends the training. Hooks are assumed not to change results: a changed
+    hook does not cause a new training."""
 
     pre_training_hook: HookFunction = ""
     """Called before the first step of an attempt, with `start_step` and `total_steps` (None: unknown)."""

@@ -30,7 +30,7 @@ class JudgeConfig(Table):
     """Maximum number of tokens of the judge's reply."""
     timeout_seconds: Annotated[PositiveFloat, FieldUnit("seconds")] = 300.0
     """Time limit of the judge for all completions of one prompt, including the time that requests wait at the server;
-    completions without a score are then invalid. It takes the place of `reward_timeout_seconds`."""
+    completions without a score are then invalid. `reward_timeout_seconds` does not apply to the judge."""
     key_env: Annotated[str, ResultNeutral] = "OPENAI_API_KEY"
     """Environment variable that holds the key of the server, if it needs one."""
     cache: Annotated[bool, ResultNeutral] = True

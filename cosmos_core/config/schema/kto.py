@@ -1,4 +1,4 @@
-"""`[train.train_policy]` with `trainer_type = "kto"`: responses with a label (arXiv 2402.01306)."""
+"""`[train.train_policy]` with `trainer_type = "kto"`: learning from responses with a label (arXiv 2402.01306)."""
 
 from collections.abc import Iterator
 from typing import ClassVar, Literal
@@ -10,8 +10,8 @@ from cosmos_core.config.schema.table import StageContext, Table
 
 
 class KtoLossConfig(Table):
-    """Loss of a labelled response in KTO, by its reward: beta x (log-probability under the policy - log-probability
-    under the reference)."""
+    """Settings of the KTO loss of a labelled response. The loss depends on the reward of the response: beta x (its
+    log-probability under the policy - its log-probability under the reference)."""
 
     beta: PositiveFloat = 0.1
     """Factor of the KTO reward; the higher, the closer the policy stays to the reference."""
@@ -39,7 +39,7 @@ class KtoConfig(SftConfig):
     label_column_name: str = "label"
     """Column with the label of the response, desirable or not: true or false, or 1 or 0."""
     kto: KtoLossConfig = KtoLossConfig()
-    """Loss of a labelled response."""
+    """Settings of the loss of a labelled response."""
 
     @property
     def saves_reference_logprobs(self) -> bool:

@@ -10,7 +10,8 @@ from cosmos_core.config.schema.value_types import NameOrImportPath, StepCount
 from cosmos_core.registry import is_import_path, list_defined_names
 
 CONSOLE_SINK = "console"
-"""Name of the metric destination that is the terminal of the command; it shows every run."""
+"""Name of the metric sink that is the terminal of the command. The terminal shows the metrics of every run, even if
+`logger` does not name this sink."""
 SINKS_FOLDER = "cosmos_core.observe.sinks"
 
 

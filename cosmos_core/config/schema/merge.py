@@ -16,8 +16,9 @@ class MergeConfig(Table):
 
     method: Literal["linear", "ties", "dare_linear", "dare_ties"] = "linear"
     """Rule that combines models. `linear`: weighted sum of the weights (model soup, arXiv 2203.05482). The other rules
-    add differences from the stage's model to that model: `ties` keeps the largest differences and their majority sign
-    (2306.01708), `dare_linear` keeps random differences, scaled up (2311.03099), `dare_ties` does both."""
+    start from the base model, which is the model of the stage, and add the differences of the merged models from it:
+    `ties` keeps the largest differences and their majority sign (2306.01708), `dare_linear` keeps random differences,
+    scaled up (2311.03099), `dare_ties` does both."""
     weights: Annotated[tuple[float, ...], Field(strict=False)] = ()
     """Weight of each model, in the order of `after`; empty: equal weights, with the sum 1 for `linear` and
     `dare_linear`, and 1 each for `ties` and `dare_ties`, which average the differences that they keep."""

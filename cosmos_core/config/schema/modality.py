@@ -28,11 +28,12 @@ class Modality:
     media_files: tuple[str, ...]
     """Patterns of the files of a media folder that are read."""
     is_media_decoded_by_checks: bool
-    """Whether a check of the first rows decodes media, which takes long."""
+    """Whether `cosmos check` would have to decode images or videos to check the first rows; the check is then skipped,
+    because decoding takes long."""
     accepts_prompt_set_names: bool
-    """Whether the name of a data set may be that of a built-in list of prompts, see `config.prompt_sets`."""
+    """Whether the name of a data set can be that of a built-in list of prompts, see `config.prompt_sets`."""
     has_text_engines: bool
-    """Whether rollout engines generate text and may run in processes of their own."""
+    """Whether rollout engines generate text and can run in processes of their own."""
     supports_cost_estimates: bool
     """Whether `cosmos plan --estimate` supports the modality."""
     evaluation_libraries: tuple[str, ...]

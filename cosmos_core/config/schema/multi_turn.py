@@ -33,7 +33,7 @@ class MultiTurnRolloutConfig(Table):
     """Names of environment variables that tools receive, such as the key of a service, in addition to those that any
     program needs; their values are masked in logs."""
     enable_thinking: bool = False
-    """Value of `enable_thinking` for the chat template."""
+    """Value that is passed to the chat template as its variable `enable_thinking`."""
     custom_chat_template_path: Annotated[str | None, ResultNeutral, ReferenceKind.PATH] = None
     """Jinja file of the chat template that renders prompts and tool results; None: the tokenizer's template. Exports
     keep the tokenizer's template."""

@@ -11,7 +11,7 @@ from cosmos_core.config.schema.value_types import RankCount
 
 
 class ParallelismConfig(Table):
-    """A device mesh: pp x dp_replicate x dp_shard x cp x tp ranks; ep reuses dp_shard x cp."""
+    """Sizes of a device mesh of pp x dp_replicate x dp_shard x cp x tp ranks; ep reuses dp_shard x cp."""
 
     n_init_replicas: Annotated[PositiveInt, FieldUnit("replicas")] = 1
     """Number of copies of the mesh, each with `train_batch_per_replica` rows per step; equivalent to a
@@ -84,8 +84,8 @@ class PolicyParallelismConfig(ParallelismConfig):
     dp_replicate x dp_shard ranks."""
 
     def unsupported_axis_errors(self, setting: str, *, allows_tp: bool = False) -> Iterator[str]:
-        """Yield an error for each parallel axis above 1 that `setting` excludes, because the setting needs whole layers
-        on each rank. With `allows_tp` tensor parallelism may split the layers."""
+        """Yield an error for each mesh axis with more than one rank that splits layers, because `setting` needs whole
+        layers on each rank. With `allows_tp`, tensor parallelism is accepted."""
         for axis in ("cp_size", "pp_size", "ep_size") if allows_tp else ("tp_size", "cp_size", "pp_size", "ep_size"):
             if getattr(self, axis) > 1:
                 yield f"{setting} excludes policy.parallelism.{axis} = {getattr(self, axis)} here; set it to 1"

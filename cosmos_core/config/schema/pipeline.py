@@ -19,7 +19,7 @@ _SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 STAGE_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 MAX_STAGE_NAME_LENGTH = 64
 BUDGET_KEYS = frozenset({"price_per_gpu_hour", "budget"})
-"""Keys of `[pipeline]` that may change while a run exists."""
+"""Keys of `[pipeline]` whose values can be changed in an existing run."""
 BLOCK_PREFIX = "block:"
 """Prefix of a value that names a Prefect block."""
 

@@ -49,7 +49,8 @@ class PolicyConfig(Table):
     """Low-rank adapters; None: all weights are trained."""
     trainable_map: dict[str, bool] | None = None
     """Map from the name of a module or parameter to whether it is trained; an inner name takes precedence over an outer
-    name. It applies after the patterns. None: all parameters that the patterns leave."""
+    name. The map applies after `freeze_pattern` and `trainable_pattern`. None: what is trained depends on these
+    patterns only."""
     freeze_pattern: Annotated[StringList | None, AfterValidator(check_regexes)] = None
     """Regular expressions, matched anywhere in a name, of parameters that are not trained; None: no such parameters."""
     trainable_pattern: Annotated[StringList | None, AfterValidator(check_regexes)] = None

@@ -105,7 +105,8 @@ class Recipe(Table):
 
     @property
     def may_split_groups(self) -> bool:
-        """Return whether the completions of a group may be trained on in several train steps."""
+        """Return whether the completions of one prompt can be trained on in several train steps, because the number of
+        completions per train step is no multiple of the group size."""
         return self.train.train_batch_per_replica % self.group_size != 0
 
     @property
@@ -120,13 +121,15 @@ class Recipe(Table):
 
     @property
     def training_rewards(self) -> dict[str, float] | RemoteRewardConfig:
-        """Return the rewards by which completions are scored in training, local or remote."""
+        """Return what scores the completions in training: the weights of reward functions by name, or the settings of a
+        reward service."""
         train_policy = self.train.train_policy
         return train_policy.remote_reward_config or train_policy.rewards
 
     @property
     def held_out_rewards(self) -> dict[str, float] | RemoteRewardConfig:
-        """Return the rewards by which held-out completions are scored; by default the rewards of the training."""
+        """Return what scores held-out completions, by default as in training: the weights of reward functions by name,
+        or the settings of a reward service."""
         validation, train_policy = self.validation, self.train.train_policy
         return validation.remote_reward_config or validation.reward_function or train_policy.validation_rewards
 
@@ -136,7 +139,8 @@ class Recipe(Table):
         return self.rollout.parallelism.n_init_replicas if self.mode != "colocated" else 0
 
     def num_gpus(self, *, has_rollouts: bool) -> int:
-        """Return the number of GPUs that a stage uses for its ranks and for engines with their own GPUs."""
+        """Return the number of GPUs that a stage uses for its ranks and, if it generates rollouts (`has_rollouts`), for
+        engines with their own GPUs."""
         mesh = self.policy.parallelism
         num_gpu_engines = self.num_engines if has_rollouts and self.mode == "disaggregated" else 0
         return mesh.world_size * mesh.n_init_replicas + num_gpu_engines * self.rollout.parallelism.tp_size
@@ -213,7 +217,7 @@ class Recipe(Table):
 
     @property
     def completed_splits(self) -> tuple[str, ...]:
-        """Return the splits of rows whose prompts the engines of this recipe complete."""
+        """Return those of the splits `train` and `validation` whose prompts the engines of this recipe complete."""
         # The server at `sample.endpoint` has its own limit of the prompt length, so leave out the training prompts.
         train_splits = ("train",) * (self.train.train_policy.has_rollouts and not self.sample.endpoint)
         return train_splits + ("validation",) * (self.validation.enable and self.has_validation_completions)

@@ -79,13 +79,13 @@ class RemoteRewardConfig(Table):
 
     @property
     def metric_names(self) -> dict[RewardFunctionConfig, str]:
-        """Return the metric name of each function: its `name`, or `name/score_key` if several have that name."""
+        """Return the metric name of each reward function: its `name`, or `name/score_key` if several have that name."""
         num_functions_by_name = Counter(reward_function.name for reward_function in self.reward_fns)
         return {f: f.name if num_functions_by_name[f.name] == 1 else f"{f.name}/{f.score_key}" for f in self.reward_fns}
 
     def compute_full_reward(self, metrics: Mapping[str, float]) -> float | None:
-        """Return the total reward of a completion for which each function of positive weight returns 1; None if there
-        is none. A function of negative weight adds its weighted score in `metrics`."""
+        """Return the total reward of a completion for which each reward function of positive weight returns 1; a
+        function of negative weight has its score in `metrics`. None if no function has a positive weight."""
         if all(function.weight <= 0 for function in self.reward_fns):
             return None
         weighted_sum = sum(

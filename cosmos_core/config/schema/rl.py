@@ -24,11 +24,12 @@ from cosmos_core.config.source_weights import RewardWeightsBySource
 
 _DAPO_MAX_EXTRA_PROMPTS = 128
 REASONING_GYM_REWARD = "reasoning_gym"
-"""Reward function of rows that a generator of `reasoning-gym` makes."""
+"""Name of the reward function that scores rows of a generator of `reasoning-gym` unless the recipe sets another."""
 
 
 def _is_generated_dataset(dataset: Any) -> bool:
-    """Return whether a data set, a table or `DatasetConfig`, is a generator of `reasoning-gym`."""
+    """Return whether `dataset`, a TOML table or a `DatasetConfig`, names a row generator of the package
+    `reasoning-gym`."""
     name = dataset.get("name") if isinstance(dataset, dict) else getattr(dataset, "name", "")
     return bool(reasoning_gym_generator(str(name or "")))
 

@@ -1,4 +1,4 @@
-"""`[pipeline.stages.sweep]`: a stage once for each point of a grid of settings, and the choice of the best."""
+"""`[pipeline.stages.sweep]`: run a stage once for each point of a grid of settings, and select the best model."""
 
 from typing import Annotated, Any, Literal
 

@@ -34,7 +34,8 @@ _UNUSED_KEY_DECLARATIONS: dict[str, Any] = tomllib.loads(files(__package__).join
 
 
 def _read_notes(status_section: str) -> dict[tuple[str, str], str]:
-    """Return the notes in a section of `status.toml` by class name and key; the key "*" stands for all keys."""
+    """Return the notes in one section of `status.toml` by name of the table class and key; the key "*" stands for all
+    keys."""
     return {
         (table_name, key_name): note
         for note, keys_by_table in _STATUS_NOTES.get(status_section, {}).items()
@@ -116,7 +117,8 @@ _USED_STATUS = KeyStatus("used")
 
 
 def support_status(field_info: FieldInfo) -> KeyStatus:
-    """Return the support status of a field in this version."""
+    """Return whether this version uses the field (`used`, the default), ignores it (`no effect`) or refuses it if it is
+    set (`planned`, `unsupported`), with the reason."""
     key_status: KeyStatus | None = find_metadata(field_info, KeyStatus)
     return key_status or _USED_STATUS
 
@@ -148,7 +150,8 @@ def all_fields(table_class: type[Table], key_prefix: str = "") -> Iterator[tuple
 
 
 def active_tables(table: Table) -> Iterator[Table]:
-    """Yield the table and every nested table that has an effect with the present values."""
+    """Yield the table and every nested table that has an effect with the present values; nothing if the table is
+    off."""
     if table.enabling_field and not getattr(table, table.enabling_field):
         return
     yield table
@@ -234,7 +237,8 @@ def result_values(table: Table) -> dict[str, Any]:
 
 
 def convert_references(table: TableT, convert_reference_fn: Callable[[ReferenceKind, str], str]) -> TableT:
-    """Return a table with converted values of the fields that have a `ReferenceKind`, nested tables included."""
+    """Return a table in which `convert_reference_fn` has converted the values of all fields with a `ReferenceKind`,
+    nested tables included."""
     reference_kinds, converted_values = _reference_kinds(type(table)), dict[str, Any]()
     for name in type(table).model_fields:
         value, reference_kind = getattr(table, name), reference_kinds.get(name)

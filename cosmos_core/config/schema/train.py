@@ -211,7 +211,8 @@ class TrainConfig(Table):
     @field_validator("train_policy")
     @classmethod
     def _derive_policy_settings(cls, train_policy: AlgorithmConfig, info: ValidationInfo) -> AlgorithmConfig:
-        """Make `mini_batch` divide the batch size, and allow rollouts as old as the interval between weight syncs."""
+        """Set `mini_batch`, if the recipe leaves it out, to a divisor of the batch size, and allow rollouts as old as
+        the interval between weight syncs."""
         batch_size, sync_interval = info.data.get("train_batch_per_replica"), info.data.get("sync_weight_interval", 1)
         if batch_size and "mini_batch" not in train_policy.model_fields_set:
             train_policy = train_policy.copy_with(mini_batch=math.gcd(batch_size, DEFAULT_MINI_BATCH))
@@ -245,7 +246,8 @@ class TrainConfig(Table):
     @field_validator("optm_lr", "optm_impl")
     @classmethod
     def _unwrap_single_item(cls, item_or_list: Any) -> Any:
-        """Return the item of a list of one item (Cosmos-RL: a value per model part), any other value unchanged."""
+        """Return the item of a list with one item, because Cosmos-RL has a list with one value per model part; return
+        any other value unchanged."""
         if isinstance(item_or_list, dict) and "global" not in item_or_list:
             raise ValueError(f"optm_lr = {item_or_list} must have the key 'global', the rate of all modules not named")
         if item_or_list == ():
@@ -278,15 +280,16 @@ class TrainConfig(Table):
 
     @property
     def rows_per_pass(self) -> int:
-        """Return the number of rows per forward pass: `train_policy.mini_batch` or, while a training has not measured
-        `auto`, its default."""
+        """Return the number of rows per forward pass, `train_policy.mini_batch`. If that is `auto`, return the default
+        number, which applies until the training has measured the fastest."""
         mini_batch = self.train_policy.mini_batch
         return math.gcd(self.train_batch_per_replica, DEFAULT_MINI_BATCH) if mini_batch == "auto" else mini_batch
 
     @model_validator(mode="before")
     @classmethod
     def _infer_policy_type(cls, train_table: Any) -> Any:
-        """Set a missing `type` of `train_policy` as Cosmos-RL does: `grpo` if the table has a key of GRPO only."""
+        """Set a missing `type` of `train_policy` as Cosmos-RL does: `grpo` if the table has a key that only GRPO has,
+        otherwise `sft`."""
         policy_table = train_table.get("train_policy") if isinstance(train_table, dict) else None
         if policy_table is not None and not isinstance(policy_table, dict | Table):
             raise ValueError(f"train_policy = {policy_table!r}: must be a table")
@@ -324,5 +327,6 @@ class TrainConfig(Table):
 
 
 def infer_training_type(policy_table: Mapping[str, Any]) -> Any:
-    """Return the `type` of a `train_policy`, or infer it from its keys if it is missing."""
+    """Return the `type` of a `train_policy` table. If it is missing, return `grpo` if the table has a key that only
+    GRPO has, otherwise `sft`."""
     return policy_table.get("type", "grpo" if _GRPO_ONLY_KEYS & set(policy_table) else "sft")

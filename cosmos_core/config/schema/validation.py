@@ -21,11 +21,11 @@ from cosmos_core.config.schema.value_types import (
 )
 
 _ROW_KEYS = {"name", "arguments", "subset", "revision", "split"}
-"""Keys of a data set that determine its rows."""
+"""Keys of a data set's settings that determine its rows."""
 
 
 class HeldOutDatasetConfig(DatasetConfig):
-    """Data set of held-out rows, with the keys of `train.train_policy.dataset`."""
+    """Settings of the data set of held-out rows, with the keys of `train.train_policy.dataset`."""
 
     test_size: int | float | None = None
     """Number or fraction of rows to hold out; the key has an effect only in `train.train_policy.dataset`."""
@@ -107,5 +107,5 @@ class ValidationConfig(Table):
 
     @property
     def remote_reward_config(self) -> RemoteRewardConfig | None:
-        """Return the settings of a reward service; None: no service."""
+        """Return the settings of the reward service that scores completions in validation; None: no service."""
         return self.remote_reward if self.use_remote_reward else None

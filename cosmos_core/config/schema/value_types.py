@@ -95,7 +95,8 @@ ModelName = Annotated[str, AfterValidator(_require_model_name), ResultNeutral, R
 
 
 def check_regexes(patterns: Any) -> Any:
-    """Return patterns, or a table with patterns as keys; raise ValueError if one is not a regular expression."""
+    """Return `patterns`, which are regular expressions or a table with them as keys, unchanged; raise `ValueError` if
+    one is not a regular expression."""
     for pattern in patterns or ():
         try:
             re.compile(pattern)
