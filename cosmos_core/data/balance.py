@@ -1,6 +1,7 @@
 """Micro-batches that are filled up to a token budget instead of a number of rows, planned one epoch at a time.
 
-As in `order.py`, the rows of a step are a pure function of seed, step and row lengths. Each row occurs once per epoch.
+The rows of an optimizer step are a pure function of seed, step and row lengths, so that a resumed run needs no saved
+state (see `order.py`). Each row occurs once per epoch.
 """
 
 from bisect import bisect_right
@@ -13,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class BatchingSettings:
-    """Rules for filling a micro-batch with rows."""
+    """Settings for dividing rows into micro-batches up to a token budget."""
 
     max_tokens: int
     """Maximum number of tokens per micro-batch, padding included; a longer row is alone in its micro-batch."""
@@ -21,13 +22,15 @@ class BatchingSettings:
     """Number of upcoming rows, in training order, among which the next row of a micro-batch is chosen."""
     is_packed: bool
     prefers_closest_length: bool
-    """Whether ties are broken in favour of the row whose length is closest to the micro-batch's longest row."""
+    """Whether the row whose length is closest to the micro-batch's longest row is chosen if several rows would give the
+    micro-batch equally many tokens; False: the first of these rows is chosen."""
 
 
 def fill_micro_batches(lengths: Sequence[int], row_order: Sequence[int], settings: BatchingSettings) -> list[list[int]]:
-    """Divide rows into micro-batches, in the order `row_order`. A micro-batch starts with the first remaining row. Of
-    the next `pool_size` rows, the row with which the micro-batch has the fewest tokens, padding included, is added
-    until none of these rows fits into the token budget."""
+    """Divide the rows with the numbers `row_order`, in training order, into micro-batches of at most
+    `settings.max_tokens` tokens. The first `settings.pool_size` remaining rows are the candidates for a micro-batch,
+    which starts with the first of them. The candidate with which the micro-batch has the fewest tokens, padding
+    included, is added repeatedly until no candidate fits."""
     remaining_rows = iter(row_order)
     candidate_rows = list(islice(remaining_rows, settings.pool_size))
     micro_batches = []
@@ -56,7 +59,8 @@ def _select_next_row(
 
 
 class BalancedBatchPlan:
-    """Plan of the micro-batches of each optimizer step; the last step of an epoch may have fewer micro-batches."""
+    """Plan of the micro-batches of each optimizer step. Each step has the same number of micro-batches, except that
+    the last step of an epoch can have fewer."""
 
     def __init__(
         self,
@@ -74,14 +78,16 @@ class BalancedBatchPlan:
         self._micro_batches_per_step = micro_batches_per_step
         self._last_planned_epoch: tuple[int, list[list[int]]] = (-1, [])
         self._epoch_start_steps = [0]
-        """Number of the first step of each epoch, and of the step after the last epoch."""
+        """Number of the first optimizer step of each epoch, and as last element the number of the step after the last
+        planned epoch."""
         for epoch in range(num_epochs):
             steps_in_epoch = -(-len(self._plan_micro_batches(epoch)) // micro_batches_per_step)
             self._epoch_start_steps.append(self._epoch_start_steps[-1] + steps_in_epoch)
             if self._epoch_start_steps[-1] >= max_steps:
                 break
         self.steps_per_epoch = self._epoch_start_steps[1]
-        """Number of steps in the first epoch; the order of a later epoch can give another number of micro-batches."""
+        """Number of optimizer steps in the first epoch. A later epoch can have another number of steps, because its
+        order of rows can give another number of micro-batches."""
         self.total_steps = min(self._epoch_start_steps[-1], max_steps)
 
     def micro_batches(self, step: int) -> list[list[int]]:

@@ -13,13 +13,15 @@ from torch.nn.functional import pad
 
 
 class CollatedRows(NamedTuple):
-    """Rows of token ids, collated to the inputs of a model."""
+    """Rows of token ids, collated to the inputs of a model: padded to one length, or packed without padding."""
 
     inputs: dict[str, Any]
-    """Keyword arguments of a model. Padded rows: `input_ids`, `position_ids` and `attention_mask` (0: padding), BT.
-    Packed rows: `input_ids` and `position_ids`, 1P, and the values of `make_packed_attention_kwargs`."""
+    """Keyword arguments of a model. Padded rows: `input_ids`, `position_ids` and `attention_mask` (0: padding), each
+    (rows, padded length). Packed rows: `input_ids` and `position_ids`, (1, tokens of all rows), and the values of
+    `make_packed_attention_kwargs`."""
     row_start_indices: list[int]
-    """Index of each row in the flattened predictions (BS or 1S): its token p is predicted at the index plus p - 1."""
+    """Offset of each row in the flattened predictions of the model, of which a padded row has (padded length - 1).
+    Token p of a row is predicted at the row's offset plus p - 1."""
 
 
 class SequenceBounds:
@@ -28,9 +30,9 @@ class SequenceBounds:
     __slots__ = ("boundaries", "prompt_indices")
 
     def __init__(self, boundaries: np.ndarray, prompt_indices: Sequence[int] | None = None) -> None:
-        """Store the boundaries of B sequences, int32, (B + 1), beginning with 0. If sequence i continues a prompt that
-        is packed as a sequence of its own, `prompt_indices[i]` is the index of that prompt, otherwise -1. None means
-        that no sequence continues another."""
+        """Store the boundaries of B packed sequences, int32, (B + 1), beginning with 0. If sequence i continues a
+        prompt that is packed as a separate sequence, `prompt_indices[i]` is the index of the prompt's sequence,
+        otherwise -1. None: no sequence continues another."""
         self.boundaries, self.prompt_indices = boundaries, prompt_indices or [-1] * (len(boundaries) - 1)
 
 
@@ -41,8 +43,8 @@ def collate_rows(
     is_packed: bool,
     padded_length_fn: Callable[[int], int] = lambda length: length,
 ) -> CollatedRows:
-    """Collate rows of token ids: padded on the right, or packed. `padded_length_fn` maps the number of tokens of the
-    longest row, or of all packed rows together, to the length after padding."""
+    """Collate rows of token ids to the inputs of a model: padded on the right, or packed. `padded_length_fn` maps a
+    number of tokens, of the longest row or of all packed rows together, to the length after padding."""
     if is_packed:
         row_groups = [([row_index], 0) for row_index in range(len(rows))]
         return collate_shared_prompts(rows, row_groups, pad_id, padded_length_fn)
@@ -65,8 +67,9 @@ def collate_shared_prompts(
     pad_id: int,
     padded_length_fn: Callable[[int], int],
 ) -> CollatedRows:
-    """Pack rows of token ids. The prompt that the rows of a group share as their first tokens is packed only once.
-    `row_groups` has the row indices and the prompt length of each group; for other arguments see `collate_rows`."""
+    """Pack rows of token ids to the inputs of a model. The rows of a group begin with the same prompt, which is packed
+    only once. `row_groups` has the row indices and the prompt length of each group (0: no common prompt). For other
+    arguments see `collate_rows`."""
     segments: list[tuple[int, int, int, int]] = []  # tuples of row index, start, end, and index of the prompt segment
     segment_index_by_row = {}
     for row_indices, prompt_length in row_groups:
@@ -93,8 +96,9 @@ def collate_shared_prompts(
 
 
 def make_packed_attention_kwargs(boundaries: np.ndarray, prompt_indices: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return the boundaries of packed sequences as keyword arguments of attention: `sequence_bounds` in host memory, so
-    that no layer synchronises with the device to read them, and transformers' arguments of flash attention."""
+    """Return the boundaries of packed sequences as keyword arguments of a model: the arguments that transformers passes
+    to flash attention, and `sequence_bounds` in host memory, which a layer can read without synchronising with the
+    device."""
     boundaries = np.asarray(boundaries, dtype=np.int32)
     max_length, cu_seqlens = int(np.diff(boundaries).max()), torch.from_numpy(boundaries)
     return {
@@ -107,5 +111,5 @@ def make_packed_attention_kwargs(boundaries: np.ndarray, prompt_indices: Sequenc
 
 
 def to_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Move the tensors among the inputs of a model to a device."""
+    """Return the inputs of a model with their tensors on `device`; other values are unchanged."""
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}

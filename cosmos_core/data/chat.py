@@ -34,7 +34,8 @@ _ASSISTANT_TURN_VARIANTS: tuple[Message, ...] = (
     {"role": "assistant", "content": "", "reasoning_content": "."},
     {"role": "assistant", "content": "."},
 )
-"""Assistant turns to try in order: the first whose rendering does not change if a tool result follows is used."""
+"""Example assistant turns, one of which is used to find the text that a chat template writes around tool results: the
+first whose rendering does not change if a tool result follows."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,13 @@ class PromptRendering:
     """Settings that determine how a conversation is rendered as the prompt of a completion."""
 
     tools: tuple[dict[str, Any], ...] = ()
-    """Descriptions of the callable tools that are passed to the template."""
+    """Descriptions of the callable tools, which are passed to the chat template."""
     template: str | None = None
     """Chat template in Jinja; None: the template of the tokenizer."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     enable_thinking: bool | None = None
-    """Flag `enable_thinking` of the template; None: the flag is not passed."""
+    """Value of the flag `enable_thinking` that is passed to the chat template; None: the flag is not passed."""
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -62,15 +63,15 @@ class PromptRendering:
 
 
 DEFAULT_RENDERING = PromptRendering()
-"""Rendering with the tokenizer's own template, with a generation prompt and without tools."""
+"""Settings for rendering prompts with the tokenizer's own chat template, with a generation prompt and without tools."""
 
 
 def make_prompt_rendering(
     config: MultiTurnRolloutConfig, tools: Sequence[dict[str, Any]] | None = None
 ) -> PromptRendering:
-    """Return a recipe's settings for rendering prompts; if `tools` is None, describe the tools that the recipe names.
-    Raise ConfigError if a tool cannot be called or the template file is empty or JSON, and DataError if the file cannot
-    be read."""
+    """Return a recipe's settings for rendering prompts. `tools` are the descriptions of the tools; None: describe the
+    tools that the recipe names. Raise ConfigError if a tool cannot be called, or the file of the chat template is empty
+    or JSON, and DataError if the file cannot be read."""
     if not config.enable:
         return DEFAULT_RENDERING
     tools = load_tool_schemas(config) if tools is None else tools
@@ -105,7 +106,7 @@ def load_tool_schemas(multi_turn_config: MultiTurnRolloutConfig) -> list[dict[st
 
 
 def template_uses_tools(tokenizer: PreTrainedTokenizerBase, render_settings: PromptRendering) -> bool:
-    """Return whether the chat template uses the tools that are passed to it."""
+    """Return whether the chat template uses the descriptions of tools that are passed to it as `tools`."""
     template = render_settings.template or tokenizer.get_chat_template(tools=list(render_settings.tools))
     return "tools" in str(template)
 
@@ -121,7 +122,8 @@ class ToolResultTokens:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, render_settings: PromptRendering, stop_ids: Sequence[int]
     ) -> None:
-        """Determine the template's text between turns; `stop_ids` are the tokens that end an assistant turn."""
+        """Prepare for a tokenizer, and check that its chat template supports tool results. `stop_ids` are the ids of
+        the tokens that end an assistant turn."""
         self._tokenizer, self._render_settings = tokenizer, render_settings
         self._end_token_ids = {str(tokenizer.decode([token])): token for token in stop_ids}
         # `all_special_tokens` has only tokens with a role, such as BOS, and often no marks of turns and images.
@@ -134,8 +136,9 @@ class ToolResultTokens:
             self._check_call_format()
 
     def tokenise_results(self, tool_results: Sequence[tuple[str, ToolResult]]) -> tuple[int, ...]:
-        """Return the tokens between the end of one assistant turn and the start of the next one, for pairs of tool name
-        and result. Raise ModelError if the results change how the first turn is rendered."""
+        """Return the tokens between the end of one assistant turn and the start of the next one: `tool_results`, pairs
+        of tool name and result, and the template's text around them. Raise ModelError if the results change how the
+        template renders the first turn."""
         end_token_and_text = self._render_text_after_call(self._example_assistant_turn, tool_results)
         if end_token_and_text is None:
             raise _make_changed_turn_error(self._tokenizer)
@@ -157,8 +160,8 @@ class ToolResultTokens:
         raise _make_changed_turn_error(self._tokenizer, failure_reason)
 
     def _find_failure(self, assistant_turn: Message) -> str | None:
-        """Return why the template cannot render tool results after a turn, in brackets, or "" if it changes the turn;
-        None: it can."""
+        """Return None if the chat template renders one and two tool results after `assistant_turn` without changing the
+        turn. Otherwise return the reason, in brackets; "" means that the rendering of the turn changes."""
         for num_results, prefix in ((1, ""), (2, "of two calls in a turn: ")):
             results = [("tool", ToolResult(text)) for text in _EXAMPLE_RESULTS[:num_results]]
             try:
@@ -172,8 +175,8 @@ class ToolResultTokens:
         return None
 
     def _check_call_format(self) -> None:
-        """Raise ModelError if the template writes tool calls in a form that `parse_tool_calls` cannot read: the model
-        writes calls in that form, so no tool would be called. A template without tool calls is accepted."""
+        """Raise ModelError if the chat template writes tool calls in a form that `parse_tool_calls` cannot read. The
+        model writes calls in the same form, so no tool would be called. A template without tool calls is accepted."""
         expected_call = ToolCall("look_up_word", {"word": "forty-two"})
         call_fields = {"name": expected_call.name, "arguments": expected_call.arguments}
         tool_calls = [{"type": "function", "id": "call00000", "function": call_fields}]

@@ -140,7 +140,8 @@ def _shows_images(row: Row, row_content: Any) -> bool:
 
 
 def _make_row_fingerprint(location: str, row_texts: list[str]) -> tuple["RowFingerprint", list[list[str]]]:
-    """Return the fingerprint of a row, and the normalised words of each text of the row."""
+    """Return the fingerprint of a training row for the search for duplicates, and the normalised words of each text of
+    the row."""
     normalised_texts = list(map(normalise_text, row_texts))
     words_by_text = list(map(split_words, normalised_texts))
     digest = blake2b("\0".join(normalised_texts).encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -166,7 +167,7 @@ def iterate_texts(content: Any) -> Iterator[str]:
 
 
 class RowFingerprint(NamedTuple):
-    """Digest and n-gram hashes of a row's text, which the search for duplicates compares."""
+    """Digest and n-gram hashes of the text of a training row, which the search for duplicates compares."""
 
     digest: bytes
     location: str
@@ -181,13 +182,14 @@ class RowFingerprint(NamedTuple):
         return num_common_ngrams / max(1, self.ngram_hashes.size + other_row.ngram_hashes.size - num_common_ngrams)
 
     def compute_hash_keys(self, minhash: MinHashBands | None) -> list[int]:
-        """Return a hash of the row's text and, with `minhash`, a key per band; similar rows probably share a key."""
+        """Return a hash of the row's text and, if `minhash` is not None, one key per band of the row's MinHash
+        signature. Similar rows probably have a common key."""
         band_keys = minhash.compute_band_keys(self.ngram_hashes).tolist() if minhash else []
         return [int.from_bytes(self.digest[:8]), *band_keys]
 
     def find_match(self, candidates: Iterable["RowFingerprint"], min_similarity: float) -> dict[str, Any] | None:
-        """Return the match with the most similar of `candidates`; None if none has an equal text or a similarity of at
-        least `min_similarity` (0: only equal texts match)."""
+        """Compare this row with the rows `candidates`. Return the match (a line of `clean.jsonl`) with the most similar
+        one; None if none has an equal text or a similarity of at least `min_similarity` (0: only equal texts match)."""
         best_candidate, best_similarity = None, min_similarity or 2.0
         for candidate in candidates:
             similarity = 2.0 if self.digest == candidate.digest else self.compute_similarity(candidate)
@@ -241,9 +243,10 @@ class RowFingerprintFile:
 def find_duplicates(
     hash_keys: np.ndarray, fingerprints: RowFingerprintFile, min_similarity: float
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the position and the match of each row whose text is equal to the text of an earlier row, or has at least
-    `min_similarity` to it (0: equal texts only). Earlier rows that are duplicates themselves are not compared.
-    `hash_keys`, shape (rows, keys), are the hash keys of the rows; rows with an equal key in a column are compared."""
+    """Yield the position and the match (a line of `clean.jsonl`) of each row that duplicates an earlier row: its text
+    is equal, or the similarity is at least `min_similarity` (0: equal texts only). Earlier rows that are duplicates
+    themselves are not compared. `hash_keys`, shape (rows, keys), are the hash keys of the rows; only rows with an equal
+    key in a column are compared."""
     has_shared_key = np.zeros(hash_keys.shape, dtype=bool)
     for key_column in range(hash_keys.shape[1]):
         _, inverse_indices, key_counts = np.unique(hash_keys[:, key_column], return_inverse=True, return_counts=True)
@@ -260,7 +263,7 @@ def find_duplicates(
 
 
 class BenchmarkIndex:
-    """Index of the n-grams of the texts of benchmarks, held in memory."""
+    """Index in memory of the n-grams of benchmark texts, for the search for these texts in training rows."""
 
     def __init__(self, benchmark_configs: Sequence[BenchmarkRowsConfig], ngram_size: int) -> None:
         self._ngram_size, self._min_benchmark_words = ngram_size, min(ngram_size, _MIN_BENCHMARK_WORDS)
@@ -285,9 +288,9 @@ class BenchmarkIndex:
         self._ngram_text_indices = np.frombuffer(text_indices, "I")[hash_order]
 
     def find_match(self, words_by_turn: Sequence[list[str]]) -> dict[str, Any] | None:
-        """Return the match of a row, whose turns are lists of words, with the benchmark text that it repeats most; None
-        if it repeats no text. In the match, `similarity` is the fraction of the benchmark's words that are in common
-        n-grams, and `text` is the longest common passage."""
+        """Return the match of a row with the benchmark text of which it repeats the largest fraction; None if it
+        repeats no benchmark text. `words_by_turn` are the words of each turn of the row. In the match, `similarity` is
+        the fraction of the benchmark text's words that are in common n-grams, and `text` the longest common passage."""
         words_by_turn = [remove_operators(words) for words in words_by_turn] if self._benchmark_texts else []
         ngram_hashes = [
             hash_ngrams(word_hashes, ngram_size)
@@ -318,7 +321,8 @@ class BenchmarkIndex:
                 "of": location, "of_text": benchmark_text[:_MAX_TEXT_CHARACTERS]}  # fmt: skip
 
     def _measure_overlap(self, turns: Sequence[list[str]], benchmark_words: list[str]) -> tuple[float, list[str]]:
-        """Return the fraction of `benchmark_words` that are in an n-gram of a turn, and the longest common passage."""
+        """Return the fraction of `benchmark_words`, the words of a benchmark text, that are in common n-grams of the
+        text and a turn, and the longest common passage."""
         ngram_size = min(self._ngram_size, len(benchmark_words))
         turn_ngrams = {tuple(turn[i : i + ngram_size]) for turn in turns for i in range(len(turn) - ngram_size + 1)}
         is_word_shared = np.zeros(len(benchmark_words) + 1, dtype=bool)

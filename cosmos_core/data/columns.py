@@ -1,4 +1,5 @@
-"""Functions that check the values of columns of a row; a `ColumnTrackingRow` does not record the columns as read."""
+"""Functions that look for columns with a value in a row of a data set. They do not count as reading: a
+`ColumnTrackingRow` does not record these columns as read."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,8 +11,8 @@ def has_column_value(row: dict[str, Any], column: str) -> bool:
 
 
 def find_column(row: dict[str, Any], columns: Iterable[str]) -> str:
-    """Return the first of `columns` with a value that is not blank, else the first with any value; empty if there is no
-    such column. Blank values count as missing, because CSV files store a missing value as a blank cell."""
+    """Return the name of the first of `columns` with a value that is not blank, else of the first with any value; empty
+    if the row has none of them. Blank values come last, because CSV files store a missing value as a blank cell."""
     present_columns = [name for name in columns if has_column_value(row, name)]
     return next((name for name in present_columns if is_filled(row, name)), next(iter(present_columns), ""))
 

@@ -71,8 +71,8 @@ def truncate_tokens(tokens: tuple[list[int], list[int]], max_length: int, locati
 def render_prompt(
     renderer: TemplateRenderer, messages: list[Message], location: str, settings: PromptRendering = DEFAULT_RENDERING
 ) -> str:
-    """Return the text of a prompt: the turns before the one to complete, followed by the generation prompt of the chat
-    template if `settings.add_generation_prompt` is set. Errors are those of `render`."""
+    """Render the turns of a prompt with the chat template and return the text. It ends with the template's generation
+    prompt if `settings.add_generation_prompt` is set. Errors are those of `render`."""
     return render(
         renderer, messages, location, add_generation_prompt=settings.add_generation_prompt,
         tools=list(settings.tools) or None, template_kwargs=settings.template_kwargs,
@@ -92,7 +92,8 @@ def _tokenise_plain_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple
 def _tokenise_with_loss_mask(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], location: str
 ) -> tuple[list[int], list[int]]:
-    """Tokenise the whole text once; a token is learned if it has a character inside a span."""
+    """Return token ids and loss mask of a text. The whole text is tokenised once; a token is learned if it has a
+    character inside one of the character ranges `spans`."""
     if not tokenizer.is_fast:
         return _tokenise_between_borders(tokenizer, text, spans, location)
     tokenizer_output = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -106,8 +107,9 @@ def _tokenise_with_loss_mask(
 def _tokenise_between_borders(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], location: str
 ) -> tuple[list[int], list[int]]:
-    """Tokenise the texts between span borders separately, for a tokenizer without character offsets. Raise DataError if
-    the whole text has other tokens."""
+    """Return token ids and loss mask of a text in which the character ranges `spans` are learned, for a tokenizer
+    without character offsets: the texts between the borders of the ranges are tokenised separately. Raise DataError if
+    tokenising the whole text gives other tokens."""
     ids, mask = list[int](), list[int]()
     span_boundaries = [0, *(boundary for span in spans for boundary in span), len(text)]
     for text_index, (start, end) in enumerate(pairwise(span_boundaries)):

@@ -1,4 +1,5 @@
-"""Reader of text embeddings in a data set: safetensors, or a pickle that may only contain NumPy arrays."""
+"""Reader of text embeddings in a data set: safetensors, or a pickle; a pickle with other objects than NumPy arrays is
+refused."""
 
 import pickle
 from pathlib import Path

@@ -18,9 +18,9 @@ _MAX_LITERAL_CHARACTERS = 1 << 20  # longest text for `_parse_literal`, which ne
 
 
 def decode_conversation(cell: Any, location: str = "") -> Any:
-    """Decode a conversation that is stored as text, or as the pairs of turns of ms-swift; return any other value
-    unchanged. Raise DataError if a text that begins like turns cannot be decoded; without a `location` such a text is
-    returned unchanged."""
+    """Decode a conversation in a column's value `cell` to a list of turns, if it is stored as text, or as the pairs of
+    turns of ms-swift; return any other value unchanged. Raise DataError, which names `location`, if a text that begins
+    like turns cannot be decoded; if `location` is empty, return such a text unchanged."""
     if isinstance(cell, list) and cell and all(isinstance(e, dict) and e.keys() in _TURN_PAIR_KEYS for e in cell):
         is_assistant = "assistant".__eq__  # sort the user's turn first: columnar formats may have sorted the keys
         return [{"role": role, "content": pair[role]} for pair in cell for role in sorted(pair, key=is_assistant)]
@@ -43,7 +43,8 @@ def is_turn_list(cell: Any) -> bool:
 
 
 def decode_history(cell: Any, location: str) -> list[dict[str, Any]]:
-    """Return the turns of Alpaca's column `history`: pairs of prompt and response, or JSON; else raise DataError."""
+    """Convert a value of Alpaca's column `history` to turns. Raise DataError if the value is not a list of pairs of
+    prompt and response, or such a list as JSON."""
     turn_pairs = parse_json(cell) if isinstance(cell, str) and cell.strip() else cell or []
     if not isinstance(turn_pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in turn_pairs):
         raise DataError(f"{location}: column 'history' holds {str(cell)[:40]!r}; write [[prompt, response], ...]")

@@ -21,10 +21,10 @@ from cosmos_core.models.flow import loss_weights, sample_noise_levels
 
 @dataclass(frozen=True, slots=True)
 class FlowSample:
-    """Latents of one image or clip at a noise level; no tensor has a batch dimension."""
+    """Training sample of a denoiser: latents of one image or clip at a noise level. No tensor has a batch dimension."""
 
     latents: Tensor
-    """Latents (C, [F,] H, W): clean, or already at the noise level if `noise` is None."""
+    """Latents (channels, [frames,] height, width): clean, or already at the noise level if `noise` is None."""
     sigma: float
     """Noise level from 0, clean, to 1, pure noise."""
     text: Mapping[str, Tensor]
@@ -38,12 +38,12 @@ class FlowSample:
     negative_text: Mapping[str, Tensor] | None = None
     """Embedding of the negative prompt for guidance; None disables guidance."""
     algorithm_values: Mapping[str, Any] = field(default_factory=dict)
-    """Additional values of an algorithm, such as an advantage."""
+    """Additional values of the sample by name, which the training algorithm needs for its loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoiseSampler:
-    """Settings for sampling the noise level, the prompt dropout and the conditioning frames of a row."""
+    """Sampler of noise, noise level, prompt dropout and conditioning frames for the rows of a diffusion model."""
 
     config: DiffusersConfig
     null_text: Mapping[str, Tensor]
@@ -54,8 +54,8 @@ class NoiseSampler:
     """Maximum number of conditioning frames that the model supports, in latent frames; 0: no conditioning."""
 
     def sample(self, row: MediaRow, seed: int, *, prompt_dropout: float | None = None) -> FlowSample:
-        """Return the sample of a row, with noise, noise level, text and conditioning frames sampled from `seed`.
-        `prompt_dropout` overrides the configured probability of dropping the prompt."""
+        """Return a training sample of a row, whose noise, noise level, prompt dropout and conditioning frames are drawn
+        with `seed`. `prompt_dropout` overrides the configured probability of dropping the prompt."""
         generator = torch.Generator().manual_seed(seed)
         config = self.config
         sigma_1 = sample_noise_levels(
@@ -74,7 +74,7 @@ class NoiseSampler:
         return FlowSample(latents, sigma_1.item(), embedding, noise, num_conditioning_frames=num_frames, weight=weight)
 
     def _sample_num_conditioning_frames(self, row: MediaRow, generator: torch.Generator) -> int:
-        """Return a random number of conditioning frames, at least one fewer than the row's latent frames."""
+        """Return a random number of clean conditioning frames, at least one fewer than the row's latent frames."""
         num_latent_frames = row.mean.shape[1] if row.mean.ndim == 4 else 1
         min_frames = min(self.config.min_given_frames, num_latent_frames - 1)
         max_conditioning_frames = min(self.config.max_given_frames, self.max_conditioning_frames, num_latent_frames - 1)

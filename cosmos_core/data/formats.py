@@ -43,7 +43,8 @@ _TOOL_KEYS = {"tools", "functions", "tool_calls", "function_call"}
 _FILE_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 LocatedRow = tuple[str, Row]
-"""Location and row; the location is `train.jsonl:12` in formats with lines, else `train.parquet row 11`."""
+"""Location and row of a data set. The location names a row in messages: `train.jsonl:12` in formats with lines,
+otherwise `train.parquet row 11`."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,8 @@ def _read_undecoded_rows(dataset: Any) -> Iterator[Row]:
 
 
 def _add_locations(reader_name: str, rows: Iterable[Row]) -> Iterator[LocatedRow]:
-    """Yield rows of a columnar format, numbered from 0; a row that cannot be read is named in the error."""
+    """Yield each row of a columnar format with its location, `NAME row N`, counted from 0. The error for a row that
+    cannot be read names the row."""
     row_iterator = iter(rows)
     for row_index in count():
         location = f"{reader_name} row {row_index}"
@@ -289,7 +291,8 @@ def _add_locations(reader_name: str, rows: Iterable[Row]) -> Iterator[LocatedRow
 
 
 def _remove_null_arguments(row_value: Any) -> Any:
-    """Return a value without the nulls that Arrow adds to tools and tool calls, which a model would learn to write."""
+    """Return a value of a row without the nulls that Arrow adds to tools and tool calls: a model would learn to write
+    them."""
     if isinstance(row_value, dict):
         return {
             name: remove_nulls(element) if name in _TOOL_KEYS else _remove_null_arguments(element)

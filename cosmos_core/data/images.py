@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _IMAGE_SOURCE_KEYS = ("image", "image_url", "url", "path", "base64")
 _IMAGE_COLUMNS = ("images", "image")
 _MORE_IMAGE_COLUMNS = ("img", "image_path", "image_paths", "img_path")
-"""Columns of images that are read only if no part of a turn names the source of its image."""
+"""Names of columns with images that are read only if no part of a turn names the source of its image."""
 _IMAGE_SIZE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _IMAGE_PLACEHOLDER = {"type": "image"}
 _BASE64_IMAGE_REGEX = re.compile(r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/\s]{40,}={0,2}\s*")
@@ -43,8 +43,9 @@ _DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EO
 
 
 def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Message], list[Any]]:
-    """Return the turns with a placeholder part for each image, and the sources of the images in the same order; raise
-    DataError if the turns show more or fewer images than the row has, or the row has a video."""
+    """Return the turns with a placeholder part for each image of the row, and the sources of the images (paths, bytes
+    or Pillow images) in the same order. Raise DataError if the turns show more or fewer images than the row has, or the
+    row has a video."""
     if get_column_images(row, ("videos", "video")):
         raise DataError(f"{location}: the row has a video, and this version reads images and text; leave such rows out")
     content_parts = [part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
@@ -78,14 +79,16 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
 
 
 def has_image_sizes(turns: list[Message]) -> bool:
-    """Return whether a part of the turns gives the size of its image, as rows for Qwen's models may."""
+    """Return whether an image part of the turns specifies a size for its image, as some data sets for Qwen's models
+    do."""
     content_parts = [part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
     return any(part.get(key) is not None for part in content_parts for key in _IMAGE_SIZE_KEYS)
 
 
 def read_image(source: Any, image_root: Path, location: str, stored_root: Path | None = None) -> tuple[ImageRef, Image]:
-    """Return the image of a source and its `ImageRef` for prepared rows. Source paths are relative to `image_root`,
-    and the path in the `ImageRef` to `stored_root`, by default `image_root`. Raise DataError for a damaged image."""
+    """Read the image at `source` in a row; return the image, and the `ImageRef` that refers to it in a prepared row. A
+    path in `source` is relative to `image_root`. The path in the `ImageRef` is relative to `stored_root`, by default
+    `image_root`. Raise DataError if the image is damaged."""
     source_path, content_bytes = locate_image(source, location)
     if content_bytes is not None:
         image_ref = ImageRef(None, content_bytes, hashlib.sha256(content_bytes).hexdigest())
@@ -124,7 +127,8 @@ def get_column_images(row: Row, columns: tuple[str, ...] = _IMAGE_COLUMNS + _MOR
 
 
 def _is_null(image_value: Any) -> bool:
-    """Return whether an image column has no image in a row; columnar formats store an object of nulls instead."""
+    """Return whether the value of an image column stands for no image: null, or an object of nulls, which columnar
+    formats store instead."""
     if isinstance(image_value, dict):
         return all(value is None or (isinstance(value, str | bytes) and not value) for value in image_value.values())
     return image_value is None or (isinstance(image_value, str) and not image_value)
@@ -154,13 +158,15 @@ def _insert_images(turns: list[Message], num_images: int, location: str) -> list
 
 
 def _take_image_source(content_part: dict[str, Any], unused_images: Iterator[Any]) -> Any:
-    """Return the image source that a part of a turn names, else the next unused image; None if none is left."""
+    """Return the image source that a part of a turn names; if it names none, the next of `unused_images`, the images in
+    a column of the row; None if no image is left."""
     part_source = next((content_part[key] for key in _IMAGE_SOURCE_KEYS if content_part.get(key) is not None), None)
     return next(unused_images, None) if part_source is None else part_source
 
 
 def locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]:
-    """Return the path of an image, or its bytes; raise DataError if the source has neither a local path nor bytes."""
+    """Return the path or the bytes of the image at `source` in a row; raise DataError if the source has neither a local
+    path nor bytes."""
     if isinstance(source, dict):  # read the keys of OpenAI (`url`), verl (`image`) or Hugging Face (`bytes`, `path`)
         image_bytes = source.get("bytes")
         path_or_url = source.get("url") or source.get("path") or source.get("image")

@@ -38,9 +38,10 @@ _TEMPLATE_COMMENT_REGEX = re.compile(r"\{#.*?#\}", re.DOTALL)
 def find_learned_spans(
     renderer: TemplateRenderer, turns: list[Message], location: str, tools: Tools = None, stop_ids: tuple[int, ...] = ()
 ) -> tuple[str, list[Span]]:
-    """Return the rendering of a conversation, and the spans of the assistant's turns that are learned. If the template
-    has {% generation %} tags, only text inside of them is learned. A span includes the token that ends the turn: one of
-    `stop_ids`, at which generation stops, or the tokenizer's end token.
+    """Render a conversation with the chat template; return the text, and the character spans to learn, which are in
+    assistant turns without `weight` = 0. If the template has {% generation %} tags, only text inside them is learned.
+    A span includes the token that ends the turn: one of `stop_ids`, at which generation stops, or the tokenizer's end
+    token.
 
     Raise DataError if the assistant's turns cannot be located in the rendering, SkippedRow if no assistant turn with
     content is learned, and the errors of `render`."""
@@ -93,7 +94,8 @@ def _find_turn_spans(
 
 
 def _are_tool_results_learned(render_messages: RenderFn, turns: list[Message], added_tokens: Sequence[str]) -> bool:
-    """Return whether assistant spans include tool results, as in Gemma 4, which renders them in the calling turn."""
+    """Return whether the located spans of assistant turns include tool results, as for Gemma 4, whose chat template
+    renders the results inside of the turn that calls the tools."""
     if not any("tool_calls" in turn and any(get_turn_texts(turn)) for turn in turns):
         return False
     result_placeholder = make_unused_word(turns)
@@ -108,7 +110,9 @@ def _are_tool_results_learned(render_messages: RenderFn, turns: list[Message], a
 def _select_trained_spans(
     trained_spans: list[Span], generation_spans: list[Span], turn_spans: list[Span], location: str
 ) -> list[Span]:
-    """Return the spans of {% generation %} tags that overlap one of `trained_spans`, the spans of trained turns."""
+    """Return the `generation_spans`, those of {% generation %} tags, that overlap an assistant turn to learn
+    (`trained_spans`). Raise DataError if one of them also overlaps an assistant turn with `weight` = 0: `turn_spans`
+    are the spans of all assistant turns."""
     selected_spans = [span for span in generation_spans if _is_span_overlapping(span, trained_spans)]
     untrained_spans = [turn_span for turn_span in turn_spans if turn_span not in trained_spans]
     if any(_is_span_overlapping(span, untrained_spans) for span in selected_spans):
@@ -125,8 +129,9 @@ def _is_span_overlapping(span: Span, other_spans: list[Span]) -> bool:
 def _extend_to_end_token(
     span: Span, rendered_text: str, end_token_texts: Sequence[str], *, has_generation_tags: bool
 ) -> Span:
-    """Extend the span by the end token after it, without which a model never learns to stop. Generation tags often
-    exclude this token. In some models, such as GLM-4, the first token of the next turn is the end token."""
+    """Return the span of an assistant turn, extended by the end token after it, without which a model never learns to
+    stop. Generation tags often exclude this token. In some models, such as GLM-4, the first token of the next turn is
+    the end token."""
     start, end = span
     has_end_token = rendered_text[start:end].endswith(tuple(end_token_texts))
     if has_end_token and not has_generation_tags:

@@ -42,8 +42,9 @@ def compute_digest(*json_values: object) -> str:
 
 
 def group_into_shards(keyed_items: Iterable[tuple[str, T]]) -> Iterator[dict[str, T]]:
-    """Group items, given with their keys, into shards, which are items by key. Where a shard ends depends only on the
-    keys; a repeated item is in its first shard only."""
+    """Divide items to encode, pairs of cache key and text or image, into shards, which are stored in one file each;
+    yield each shard as a dictionary of items by key. Where a shard ends depends only on the keys. An item that occurs
+    several times is in one shard only."""
     seen_keys: set[str] = set()
     shard: dict[str, T] = {}
     for key, item in keyed_items:
@@ -59,7 +60,8 @@ def group_into_shards(keyed_items: Iterable[tuple[str, T]]) -> Iterator[dict[str
 
 
 class MediaCache:
-    """Cache of the shards of one set of encoders; several processes may write to the cache concurrently."""
+    """Cache of the outputs of a model's encoders, in files (shards) with the outputs for several texts or media.
+    Several processes can write to the cache at the same time."""
 
     def __init__(self, cache_root: Path, encoders_digest: str) -> None:
         """Open the cache; `encoders_digest` is the digest of the encoders' weights and settings."""
@@ -70,12 +72,14 @@ class MediaCache:
         remove_temporary_files(self.folder, lambda path: time.time() - path.lstat().st_mtime < _LEFTOVER_AGE_SECONDS)
 
     def compute_shard_key(self, entry_keys: Sequence[str], *, is_media: bool) -> str:
-        """Return the key of the shard of texts or media whose entries have the keys `entry_keys`."""
+        """Return the key of the shard with the encoder outputs of the texts, or if `is_media` is set of the media, that
+        have the cache keys `entry_keys`."""
         cache_version = _MEDIA_CACHE_VERSION if is_media else _TEXT_CACHE_VERSION
         return compute_digest(cache_version, self._encoders_digest, list(entry_keys))
 
     def has_shard(self, shard_key: str) -> bool:
-        """Return whether a shard exists and is intact; a damaged shard is logged and removed from the cache."""
+        """Return whether the shard with this key is in the cache and is intact; a damaged shard is logged and removed
+        from the cache."""
         record, path = read_json(self._get_record_path(shard_key)), self.get_shard_path(shard_key)
         if not isinstance(record, dict):
             return False
@@ -86,13 +90,13 @@ class MediaCache:
         return False
 
     def read_skip_reasons(self, shard_key: str) -> dict[str, str]:
-        """Return the reasons why items of a shard could not be encoded, by key."""
+        """Return the reason for each text or image of a shard that could not be encoded, by its cache key."""
         shard_record = read_json(self._get_record_path(shard_key))
         return dict(shard_record.get("refused", {})) if isinstance(shard_record, dict) else {}
 
     def write_shard(self, shard_key: str, entry_by_key: Mapping[str, EncoderOutput | str]) -> None:
-        """Write the tensors of a shard, then the record that marks the shard as complete. An entry is an encoding, or
-        the reason why there is none."""
+        """Write the encoder outputs in `entry_by_key` to a shard, then the record that marks the shard as complete. An
+        entry is the output for one text or image, or the reason why it could not be encoded."""
         shard_path = self.get_shard_path(shard_key)
         temporary_path = shard_path.with_name(f".{shard_path.name}.{os.getpid()}.tmp")
         tensors = {
@@ -112,7 +116,8 @@ class MediaCache:
         write_json(self._get_record_path(shard_key), {"size": num_bytes, "sha256": digest, "refused": skip_reasons})
 
     def read_tensor_shapes(self, shard_key: str, tensor_name: str) -> dict[str, list[int]]:
-        """Return the shape of one tensor of each entry of a shard, by key, from the header of its file."""
+        """Return the shape of the tensor `tensor_name` of each entry of a shard, by the entry's cache key. Only the
+        header of the shard's file is read."""
         shape_by_entry = {}
         with safe_open(str(self.get_shard_path(shard_key)), framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - a safetensors file cannot be iterated
@@ -122,7 +127,7 @@ class MediaCache:
         return shape_by_entry
 
     def get_shard_path(self, shard_key: str) -> Path:
-        """Return the path of the tensors of a shard."""
+        """Return the path of the safetensors file of a shard."""
         return self.folder / f"{shard_key}.safetensors"
 
     def _get_record_path(self, shard_key: str) -> Path:

@@ -31,7 +31,8 @@ _EMBEDDING_FOLDERS = ("text_embeddings", "t5_xxl", "t5")
 
 
 def list_metadata_files(folder: Path) -> list[Path]:
-    """Return the files in a folder that list the media of an imagefolder data set."""
+    """Return the metadata files in a folder in the imagefolder format of `datasets`: they list the images of the folder
+    with their columns."""
     return [folder / name for name in _METADATA_FILES if (folder / name).is_file()]
 
 
@@ -72,7 +73,8 @@ def read_media_folder(root_folder: Path) -> Iterator[MediaItem]:
 
 
 def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
-    """Yield an item for each NAME.json with its media file, and for each media file with a caption file."""
+    """Yield an item for each NAME.json in the folder, with its image or video, and for each image or video that has a
+    caption file."""
     visible_files = [file for file in sorted(folder.iterdir()) if not file.name.startswith(".")]
     media_by_stem: dict[str, list[Path]] = {}
     for file in visible_files:

@@ -24,17 +24,17 @@ class MediaContent:
     path: Path | None = None
     offset: int = 0
     size: int | None = None
-    """Number of bytes of the content, from `offset` on; None: up to the end of the file."""
+    """Number of bytes of the image or video in the file, from `offset` on; None: up to the end of the file."""
     content_bytes: bytes = field(default=b"", repr=False)
 
     def digest(self) -> str:
-        """Return the SHA-256 digest of the content; raise OSError if the file cannot be read."""
+        """Return the SHA-256 digest of the bytes of the image or video; raise OSError if the file cannot be read."""
         if self.path is not None and self.size is None:
             return sha256(self.path)
         return hashlib.sha256(self.read()).hexdigest()
 
     def read(self) -> bytes:
-        """Return the bytes of the content; raise OSError if the file cannot be read."""
+        """Return the bytes of the image or video; raise OSError if the file cannot be read."""
         if self.path is None:
             return self.content_bytes
         with open(self.path, "rb") as file:
@@ -44,13 +44,13 @@ class MediaContent:
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """A prompt with the image or clip that it describes, or a prompt alone."""
+    """Item of a data set of media: a prompt with the image or clip that it describes, or a prompt alone."""
 
     location: str
-    """Location of the item, for error messages."""
+    """Where the data set has the prompt or its image or clip, such as file and line, for error messages."""
     prompt: str
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Values that the data set's row has in addition to the prompt, for reward functions."""
+    """Values of other columns than the prompt in the row of the data set, by column, for reward functions."""
     content: MediaContent | None = None
     embedding_path: Path | None = None
     """File with the embedding of the prompt; None if the text encoder computes it."""
@@ -61,12 +61,14 @@ class MediaItem:
 
 
 def make_error_item(location: str, problem: str) -> MediaItem:
-    """Return an item that cannot be used because of `problem`."""
+    """Return a `MediaItem` for a part of a data set, such as a row or a file, that cannot be used because of
+    `problem`."""
     return MediaItem(location, "", problem=f"{location}: {problem}")
 
 
 def make_item(json_object: Any, location: str, content: MediaContent | None, embedding_path: Path | None) -> MediaItem:
-    """Return the item that a JSON value describes, with its media; the item's `problem` names a missing prompt."""
+    """Return a `MediaItem` with the prompt and the metadata in a JSON object, and with the image or clip `content`. If
+    the JSON value is no object or has no prompt, the item's `problem` says so."""
     if not isinstance(json_object, dict):
         return make_error_item(location, 'it must be an object such as {"prompt": "..."}; name a file of rows itself')
     # The prompt is the first non-empty text of `PROMPT_KEYS`, or the first text if all are empty.

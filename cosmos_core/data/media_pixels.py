@@ -37,21 +37,23 @@ _MIN_READABLE_FRACTION = 0.95
 
 @dataclass(frozen=True)
 class FrameSettings:
-    """Settings for converting media of any size to pixels of one size."""
+    """Settings for decoding images and clips of any size to pixels of one size, or of a few sizes (buckets)."""
 
     size: Size
-    """Height and width; with `buckets`, their product is the approximate area of each bucket."""
+    """Height and width of the decoded pixels; with `buckets`, only their product is used, as the approximate area of
+    each bucket size."""
     num_frames: int = 0
     """Number of frames of a clip; 0 for images, which have no frame dimension."""
     multiple: int = 16
-    """Divisor of the height and width of each bucket."""
+    """Number by which the height and the width of each bucket size are divisible."""
     buckets: bool = False
-    """Whether to use the bucket with the closest aspect ratio; False always uses `size`."""
+    """Whether an image or clip is decoded to the bucket size with the closest aspect ratio; False: always to `size`."""
     sampling: str = "random"
-    """Choice of frames of a longer video: consecutive (`first`, `middle`, `random`) or evenly spaced (`uniform`)."""
+    """Which `num_frames` frames of a longer video are used: consecutive ones (`first`, `middle` or `random` ones), or
+    evenly spaced ones (`uniform`)."""
 
     def target_size(self, height: int, width: int) -> Size:
-        """Return the size to which media with `height` and `width` are resized and cropped."""
+        """Return the height and width to which an image or clip of size `height` x `width` is scaled and cropped."""
         if not self.buckets:
             return self.size
         log_ratio = math.log(height / width)
@@ -60,7 +62,8 @@ class FrameSettings:
 
 @lru_cache(maxsize=8)
 def list_bucket_sizes(size: Size, size_multiple: int) -> tuple[Size, ...]:
-    """Return sizes of about the area of `size`, with ratios from 1:2 to 2:1 and sides divisible by `size_multiple`."""
+    """Return bucket sizes (height, width) of about the area of `size`, with aspect ratios from 1:2 to 2:1 and sides
+    that are divisible by `size_multiple`."""
     square_side = math.sqrt(size[0] * size[1])
     bucket_sizes = []
     for bucket_index in range(-_NUM_BUCKET_STEPS, _NUM_BUCKET_STEPS + 1):

@@ -27,9 +27,10 @@ from cosmos_core.types import Prompt
 TENSORS_FOLDER = "tensors"
 """Name of the folder with the shards of tensors, in the folder of the prepared tables."""
 NULL_TEXT_KEY = b"null text"
-"""Key of the schema's metadata with the shard and entry of the empty prompt's embedding."""
+"""Key in the metadata of a prepared file's Arrow schema; the value names the shard (safetensors file) and the entry
+with the embedding of the empty prompt."""
 _MAX_CACHED_BYTES = 64 << 20
-"""Maximum bytes of rows that are cached in memory after their first read."""
+"""Maximum total size in bytes of the prepared rows that stay cached in memory after their first read."""
 _MAX_OPEN_SHARDS = 128
 _REFERENCE_KEYS = ("reference", "answer", "label")
 
@@ -39,10 +40,10 @@ class MediaRow:
     """Encoded image or clip to learn, with the embedding of its prompt."""
 
     row: int
-    """Row number in the prepared file: the same image in every process and epoch."""
+    """Number of the row in the prepared file, which refers to the same image in every process and epoch."""
     prompt: str
     text: dict[str, Tensor]
-    """Embedding of the prompt, as `text_embedding` returns it, without a batch dimension."""
+    """Embedding of the prompt, as the model adapter's `text_embedding` returns it, without a batch dimension."""
     mean: Tensor
     """Mean of the posterior of the normalised latent, or the latent of a deterministic VAE: (C, [F,] H, W)."""
     logvar: Tensor | None
@@ -53,7 +54,7 @@ RowT = TypeVar("RowT", MediaRow, Prompt)
 
 
 class _MediaTable(IndexedSequence[RowT]):
-    """Rows of a table whose tensors are read from shards on access."""
+    """Prepared rows of a diffusion model; their tensors are read from safetensors files (shards) on access."""
 
     def __init__(self, table: pa.Table, folder: Path) -> None:
         self._table, self._folder = table, folder
@@ -91,11 +92,11 @@ class MediaRows(_MediaTable[MediaRow]):
 
     @cached_property
     def latent_shapes(self) -> list[tuple[int, ...]]:
-        """Shape of each row's latent; a micro-batch holds latents of one shape only."""
+        """Shape of the latent of each row, by which rows are grouped: the latents of a micro-batch have one shape."""
         return [tuple(shape) for shape in self._table["shape"].to_pylist()]
 
     def read_item(self, index: int) -> MediaRow:
-        """Return the row with number `index`, which stays cached in memory while the memory budget allows."""
+        """Return row number `index`, and cache it in memory while all cached rows fit into the memory budget."""
         row = self._cached_rows.get(index)
         if row is None:
             latent = self._read_tensors(self._read_cell("media", index))
@@ -127,7 +128,8 @@ class MediaPrompts(_MediaTable[Prompt]):
 
 
 def find_reference_response(metadata: Mapping[str, Any], reference_key: str) -> str:
-    """Return the reference for rewards: the value of `reference_key`; by default the first of `_REFERENCE_KEYS`."""
+    """Return the reference in the metadata of a prompt, with which reward functions compare samples: the value of
+    `reference_key` or, if it is empty, of the first of `_REFERENCE_KEYS`. Return "" if there is none."""
     reference_keys = (reference_key,) if reference_key else _REFERENCE_KEYS
     return next((str(metadata[name]) for name in reference_keys if metadata.get(name) is not None), "")
 

@@ -42,7 +42,8 @@ from cosmos_core.errors import DataError, first_line
 
 _MEDIA_KEYS = ("image", "img", "jpg", "png", "webp", "video", "mp4", "file_name")
 _PATH_KEYS = ("image_path", "img_path", "images", "video_path")
-"""Columns that contain the media of a row if it has no column of `_MEDIA_KEYS`; otherwise they are metadata."""
+"""Names of columns that contain the image or video of a row without a column of `_MEDIA_KEYS`. In other rows these
+columns are metadata."""
 _VIDEO_COLUMNS = ("video", "mp4", "video_path")
 
 

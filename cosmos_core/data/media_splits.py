@@ -34,7 +34,8 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Encoders:
-    """Encoders that load their weights on first use, with the properties that do not require the weights."""
+    """Text encoder and VAE of a diffusion model, which load their weights on first use, and properties of them that do
+    not require the weights."""
 
     model: DiffusionModel
     digest: str
@@ -42,19 +43,21 @@ class Encoders:
 
 
 class MediaItemRow(NamedTuple):
-    """Prompt, metadata and cache keys of an item: the first pass over the data computes them for the encoding pass."""
+    """Prompt, metadata and cache keys of an image or clip with its prompt. The first pass over a data set computes them
+    for the second pass, which encodes."""
 
     location: str
     prompt: str
     metadata: str
     text_key: str
-    """Cache key of the text embedding."""
+    """Key of the prompt's embedding in the media cache."""
     media_key: str
-    """Cache key of the latent; empty for a prompt without media."""
+    """Key of the latent of the image or clip in the media cache; empty for a prompt without media."""
 
 
 class MediaSplit(NamedTuple):
-    """Split of a data set: its items with their cache keys, after one pass over the data set."""
+    """Split of a data set of media: its prompts, images and clips with their cache keys, after one pass over the data
+    set."""
 
     read_items: ReadItemsFn
     rows: list[MediaItemRow | None]
@@ -64,7 +67,8 @@ class MediaSplit(NamedTuple):
     dataset_config: DatasetConfig
 
     def read_rows(self) -> Iterator[tuple[MediaItemRow, MediaItem]]:
-        """Read the data set again, and yield the rows of this split with their items; raise DataError if it changed."""
+        """Read the data set again, and yield each row of this split with its `MediaItem`. Raise DataError if the data
+        set has changed since the first pass."""
         items = self.read_items()
         for row in self.rows:
             item = next(items, None)

@@ -32,35 +32,38 @@ if TYPE_CHECKING:
 TRAIN_SPLIT, VALIDATION_SPLIT = "train", "validation"
 """Names of the splits with the training rows and with the held-out rows."""
 LOCATION_COLUMN = "place"
-"""Name of the column with the location that a row was read from."""
+"""Name of the column of prepared rows with the location that a row was read from: file and line, or row number."""
 REFERENCE_BATCH_ROWS = 256
 """Number of rows per batch when log-probabilities are compared with a reference policy. The number is fixed, because
 the results depend on the batch: padding changes rounding, and KTO pairs prompts with responses of the same batch."""
 StepSeed = tuple[int, int] | None
-"""Seed of the data order and number of the train step; random values such as noise are derived from them. None: the
-rows are held out, and the random values are the same in each call."""
+"""Seed of the data order and number of the train step, from which the random values of samples, such as noise, are
+derived. None: the rows are held out, and the random values are the same in each call."""
 IDS_TYPE, MASK_TYPE = pa.list_(pa.int32()), pa.list_(pa.uint8())
 _IMAGE_TYPE = pa.struct({"path": pa.string(), "content": pa.large_binary(), "sha256": pa.string()})
 IMAGE_ROOT_KEY = b"images below"
-"""Key in the schema's metadata, whose value is the folder that image paths are relative to."""
+"""Key in the metadata of a prepared file's Arrow schema; the value is the folder that image paths are relative to."""
 
 
 class PreparedRows(ABC):
     """Prepared rows of a split, for training or validation; a row is read from its file on access."""
 
     has_sample_pairs: ClassVar[bool] = False
-    """Whether each held-out row gives two samples, which are also scored by a reference policy."""
+    """Whether `samples` returns two samples for each held-out row (DPO: chosen and rejected, KTO: matched and
+    mismatched), whose log-probabilities are also computed with the reference policy."""
     is_prefetched: ClassVar[bool] = False
     """Whether reading a row takes so long that the rows of the next step are read in advance."""
     reference_logprobs: np.ndarray | None = None
-    """Log-probabilities of both samples of each row under the reference policy, (rows, 2); None: there is none."""
+    """Log-probabilities under the reference policy of the two samples of each row, (rows, 2); None: there is no
+    reference policy."""
     path: Path
     """Path of the file with the prepared rows."""
     mixture: Mixture | None = None
     """Mixture of data sets that the rows come from; None: all rows are from one data set."""
 
     def get_source_label(self, row: int) -> str:
-        """Return the name of the data set of a row in a mixture; empty if there is one data set."""
+        """Return the name of the data set from which row number `row` was mixed in; empty if all rows are from one data
+        set."""
         return self.mixture.get_source_label(row) if self.mixture else ""
 
     @abstractmethod
@@ -77,7 +80,8 @@ class PreparedRows(ABC):
         raise NotImplementedError(type(self).__name__)
 
     def micro_batches(self, row_ids: np.ndarray, max_rows: int) -> list[list[int]] | None:
-        """Divide the rows of a step into micro-batches of at most `max_rows` rows; None: the trainer divides them."""
+        """Divide the rows of an optimizer step into micro-batches of at most `max_rows` rows. Return None if the rows
+        have no constraint, so that the trainer divides them."""
         return None
 
 
@@ -111,7 +115,8 @@ class RowKind(ABC):
         return self.schema.insert(len(self.schema) - 1, pa.field("images", pa.list_(_IMAGE_TYPE)))
 
     def make_schema(self, image_root: Path | None) -> pa.Schema:
-        """Return the schema of rows whose image paths are relative to `image_root`; None: rows show no images."""
+        """Return the Arrow schema of prepared rows whose image paths are relative to `image_root`; `image_root` is None
+        if no row shows an image."""
         if image_root is None:
             return self.schema
         return self.schema_with_images.with_metadata({**self.schema.metadata, IMAGE_ROOT_KEY: str(image_root).encode()})
@@ -150,7 +155,8 @@ class TokenisedKind(RowKind):
     has_one_response: ClassVar[bool] = True
     """Whether a row is one prompt with one response, so that two columns of text can be read as prompt and response."""
     read_row_fn: ClassVar[Callable[..., Any]]
-    """Function that interprets one row; its arguments are row, location, column, system prompt and `with_images`."""
+    """Function that reads the conversation, or the prompt with its completions, of one row of a data set; its arguments
+    are row, location, column, system prompt and `with_images`."""
 
     @property
     def token_id_columns(self) -> list[str]:
@@ -163,8 +169,9 @@ class TokenisedKind(RowKind):
         return [name for name in self.columns if name.endswith("_mask")]
 
     def read(self, row: Row, location: str, algorithm: AlgorithmConfig) -> Any:
-        """Read a row as `prepare` does, but without opening images or tokenising. Raise DataError if the row lacks a
-        column, or a column has the wrong form, and SkippedRow if the row has no content to learn."""
+        """Read the content of a row as `prepare` does, but without opening images or tokenising, to check a data set
+        quickly. Raise DataError if the row lacks a column, or a column has the wrong form, and SkippedRow if the row
+        has no content to learn."""
         assert isinstance(algorithm, SupervisedConfig)
         column, system_prompt = algorithm.conversation_column_name, algorithm.system_prompt
         tracked_row = ColumnTrackingRow(row, algorithm.column_names, location)
@@ -172,7 +179,7 @@ class TokenisedKind(RowKind):
 
     @abstractmethod
     def make_record(self, tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, row: Row, location: str) -> Record:
-        """Convert a row to the record that the prepared file holds; errors are those of `read`."""
+        """Tokenise a row of a data set; return the record to store in the prepared file. Errors are those of `read`."""
 
     def omits_response(self, row: Row, column: str) -> bool:
         """Return whether training on the text in `column` leaves out a response in another column."""

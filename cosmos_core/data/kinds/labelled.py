@@ -31,8 +31,9 @@ class LabelledSequences(Sequences):
         self._max_tokens = max_tokens
 
     def samples(self, row_ids: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None) -> list[Sample]:
-        """Return a sample for each sequence, whose reward is the row's label. For held-out rows, each sample is
-        followed by a mismatched sample: the same prompt with the response of another row of `row_ids`."""
+        """Return a sample for each row number in `row_ids`; the reward of a sample is the row's label. For held-out
+        rows (`seed` is None), each sample is followed by a mismatched sample: the same prompt with the response of
+        another row of `row_ids`."""
         indexed_samples = zip(row_ids, super().samples(row_ids, seed, micro_batch), strict=True)
         labelled_samples = [replace(sample, reward=float(self.labels[i])) for i, sample in indexed_samples]
         if seed is not None:

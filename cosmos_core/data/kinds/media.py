@@ -14,7 +14,7 @@ from cosmos_core.data.kinds.media_prompts import LOCATION_TYPE, MediaPromptsKind
 from cosmos_core.data.media_rows import MediaRows, open_media
 
 _HELD_OUT_SEED_STEP = -1
-"""Value that replaces the number of the train step in the seeds of held-out rows."""
+"""Value used in place of the number of the train step in the noise seeds of held-out rows."""
 
 
 class NoisyRows(PreparedRows):

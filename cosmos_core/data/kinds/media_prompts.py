@@ -37,7 +37,8 @@ class MediaPromptsKind(RowKind):
     def open_prompts(
         self, folder: Path, split: str, algorithm: AlgorithmConfig, model: PolicyConfig
     ) -> Sequence[Prompt]:
-        """Open the prompts of a split, with the clips that they belong to if rollouts start from frames of clips."""
+        """Open the prepared prompts of a split. If rollouts start from frames of clips, each prompt comes with the clip
+        that it describes."""
         starts_from_clips = self.has_media and algorithm.has_rollouts and model.diffusers.flow_rl.max_conditional_frames
         conditioning_clips = open_media(folder, split) if starts_from_clips else None
         return open_media_prompts(folder, split, getattr(algorithm, "response_column_name", ""), conditioning_clips)

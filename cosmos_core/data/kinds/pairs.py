@@ -38,12 +38,14 @@ class PreferencePairs(PreparedRows):
         return len(self.chosen)
 
     def token_counts(self, *, is_packed: bool) -> np.ndarray:
-        """Return the number of tokens of each pair: the sum of both sequences if packed, else twice the longer one."""
+        """Return the number of tokens that each pair takes in a micro-batch: the sum of both sequences if packed,
+        otherwise twice the longer sequence."""
         sequence_lengths = np.stack([self.chosen.lengths, self.rejected.lengths])
         return sequence_lengths.sum(0) if is_packed else 2 * sequence_lengths.max(0)
 
     def micro_batches(self, row_ids: np.ndarray, max_rows: int) -> list[list[int]]:
-        """Divide pairs into micro-batches of pairs with similar lengths and equal numbers of images."""
+        """Divide the pairs `row_ids` into micro-batches of at most `max_rows` pairs with similar lengths and equal
+        numbers of images."""
         padded_lengths, num_images = self._padded_lengths, self.chosen.num_images
         rows_by_length = sorted(row_ids.tolist(), key=lambda i: -padded_lengths[i])
         row_groups = [[i for i in rows_by_length if num_images[i] == n] for n in np.unique(num_images[rows_by_length])]
@@ -54,7 +56,8 @@ class PreferencePairs(PreparedRows):
         return self.token_counts(is_packed=False)
 
     def samples(self, row_ids: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None) -> list[Sample]:
-        """Return the chosen, then the rejected sample of each pair, each with its reference log-probability or 0."""
+        """Return the chosen, then the rejected sample of each pair, each with its log-probability under the reference
+        policy; 0 without a reference policy."""
         samples = []
         for i in row_ids:
             logprobs = (0.0, 0.0) if self.reference_logprobs is None else self.reference_logprobs[i].tolist()

@@ -75,7 +75,8 @@ def open_prompts(folder: Path, split: str) -> Prompts:
 
 
 def find_prompts(folder: Path, split: str) -> Prompts | None:
-    """Return the prompts of a split, or None if it is missing or of another kind; raise DataError if it is damaged."""
+    """Return the prompts of a split of prepared rows; None if the split is missing, or its rows are no prompts. Raise
+    DataError if the file is damaged."""
     has_prompts = has_split(folder, split) and read_row_kind(folder, split) == PromptsKind.name
     return open_prompts(folder, split) if has_prompts else None
 
@@ -103,7 +104,7 @@ class PromptsKind(TokenisedKind):
         return HeldOutSet(sequences, open_prompts(folder, VALIDATION_SPLIT))
 
     def read(self, row: Row, location: str, algorithm: AlgorithmConfig) -> tuple[list[Message], str]:
-        """Return the prompt of a row as turns, and its reference answer."""
+        """Return the prompt of a row as turns, and its reference answer, with which rewards compare completions."""
         return _read_prompt_row(row, location, algorithm, with_images=True)
 
     def make_record(self, tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, row: Row, location: str) -> Record:
@@ -155,8 +156,9 @@ def _read_prompt_row(
 
 
 def serialise_row_for_rewards(row: Row, prompt: list[Message], prompt_column: str = "") -> str:
-    """Return the columns of a row as JSON without bytes and media columns, for reward functions. The key `prompt` holds
-    the prompt, as a string if its column is a string, otherwise as turns. For `prompt_column` see `read_prompt`."""
+    """Return the columns of a row as a JSON object for reward functions, without bytes and columns of media. The key
+    `prompt` has the prompt, as a string if its column is a string, otherwise as turns. `prompt_column` is the name of
+    this column in the recipe; empty: a known column."""
     present_prompt_column = prompt_column or find_column(row, PROMPT_COLUMNS)
     prompt_values = [row[present_prompt_column]] if present_prompt_column in row else [*row.values()]
     turn_contents = [turn["content"] for turn in prompt if turn["role"] != "system"]

@@ -39,7 +39,8 @@ class Sequences(PreparedRows):
     def __init__(
         self, table: pa.Table, path: Path, ids_column: str = "input_ids", mask_column: str = "loss_mask"
     ) -> None:
-        """Wrap a table; `ids_column` and `mask_column` are the names of its columns with token ids and loss masks."""
+        """Open the sequences in the prepared table `table` of the file `path`. `ids_column` and `mask_column` are the
+        names of the columns with token ids and loss masks."""
         self.path, self.mixture = path, read_mixture(path)
         self._id_column, self._mask_column = table[ids_column], table[mask_column]
         self.lengths: np.ndarray = pc.list_value_length(self._id_column).to_numpy().astype(np.int64)
@@ -58,7 +59,7 @@ class Sequences(PreparedRows):
         return token_ids.astype(np.int64), mask.copy()
 
     def images(self, index: int) -> tuple[ImageRef, ...]:
-        """Return the images of a row in the order in which the row shows them, with absolute paths."""
+        """Return the images of row number `index` in the order in which the row shows them, with absolute paths."""
         return self._row_images[index]
 
     def token_counts(self, *, is_packed: bool) -> np.ndarray:
