@@ -26,7 +26,8 @@ from cosmos_core.types import Group, JsonValue, Prompt, Sampling, ScoredGroup
 _POLL_SECONDS = 0.5
 
 StepStatus = Literal["waiting", "stale", "complete"]
-"""Status of a step's groups: all are scored (`complete`), some are missing, or an engine has no weights (`stale`)."""
+"""Status of the groups of a train step: `complete` if all are generated and scored. Otherwise `stale` if an engine has
+no weights, else `waiting`."""
 
 
 @dataclass
@@ -35,7 +36,8 @@ class AsyncGroupSource:
 
     engine_fleet: EngineFleet
     take_prompts: Callable[[int, int], Sequence[Prompt]]
-    """Function `(position, count)` that returns `count` prompts from `position` on in all epochs; fewer at the end."""
+    """Function `(position, count)` that returns `count` prompts from `position` on, in the order of the data over all
+    epochs; fewer prompts at the end of the last epoch."""
     score: ScoreGroups
     """Function that scores groups of completions; called in a thread of the first rank only."""
     sampling: Sampling
@@ -43,14 +45,15 @@ class AsyncGroupSource:
     group_plan: GroupPlan
     """Mapping from train steps to the groups that each step needs."""
     max_lag: int
-    """Maximum number of steps by which the weights that generate a group may be older than its train step."""
+    """Maximum age, in train steps, of the weights that generated a group, at the step that trains on the group."""
     send_missing_weights: Callable[[int], object]
     """Function `(step)` that sends the weights of train step `step` to engines without weights."""
     on_wait: Callable[[], None] = lambda: None
-    """Function called while the source waits for groups; it may raise an error to end the training."""
+    """Function called while the source waits for groups; an error that it raises ends the training."""
     num_extra_prompts: int = 0
     """Number of prompts that engines get in addition to those that `max_lag` allows, to stay busy; groups that become
-    too old are generated again. With a filter, it is at most the number of groups that the filter may drop."""
+    too old are generated again. With `group_filter`, additional prompts only replace groups that it has dropped, or is
+    expected to drop; this number limits the latter."""
     max_steps_ahead: int | None = None
     """Maximum number of train steps whose groups are being generated or wait to be trained on; None: unbounded."""
     group_filter: GroupFilter | None = None
@@ -75,7 +78,7 @@ class AsyncGroupSource:
     _is_training_waiting: bool = False
     _num_outdated_groups: int = 0
     _event_counts_at_last_step: tuple[int, int] = (0, 0)
-    """Total numbers of outdated groups and of engine restarts at the end of the last train step."""
+    """Total numbers of outdated groups and of engine restarts, up to the end of the last train step."""
     _groups_per_kept_group: float = 1.0
     """Number of sampled groups for each group that the filter kept, as a moving average over recent train steps."""
 
@@ -136,7 +139,7 @@ class AsyncGroupSource:
         self._first_unused_position = self._request_position = int(str(state.get("drawn", 0)))
 
     def close(self) -> None:
-        """End the thread that requests and scores groups."""
+        """End the thread of the first rank that requests and scores groups."""
         self._is_closed = True
         if self._rollout_thread is not None:
             self._rollout_thread.join()
@@ -159,7 +162,8 @@ class AsyncGroupSource:
         return "complete", *step_groups
 
     def _find_step_groups(self, step: int) -> tuple[list[ScoredGroup], list[ScoredGroup]] | None:
-        """Return the kept and the sampled groups of train step `step`; None if groups are missing."""
+        """Return the groups of train step `step` that the filter kept, and all groups sampled for it; None if groups
+        are missing."""
         kept_groups: list[ScoredGroup] = []
         sampled_groups: list[ScoredGroup] = []
         num_groups = self.group_plan.num_groups(step) if self._num_groups_needed is None else self._num_groups_needed
@@ -212,7 +216,7 @@ class AsyncGroupSource:
                 self._state_condition.notify_all()
 
     def _send_prompts(self) -> None:
-        """Send the prompts of all train steps for which the engines' weights are new enough."""
+        """Send to the engines the prompts of all train steps for which their weights are new enough."""
         with self._state_condition:
             if self.sleeps_in_training and not self._is_training_waiting:
                 return
@@ -222,7 +226,8 @@ class AsyncGroupSource:
                 self._request_position += 1
 
     def _max_prefetched_prompts(self) -> int:
-        """Return how many prompts from `_first_unused_position` on the engines may get before training needs them."""
+        """Return how many prompts, counted from `_first_unused_position`, are sent to the engines before training needs
+        the groups of these prompts."""
         # Count groups up to `last_allowed_step`, because `max_lag` forbids later steps to use the current weights.
         last_allowed_step = self.engine_fleet.version + self.max_lag
         num_prompts = self._count_groups_in_steps(last_allowed_step - self._next_step + 1)

@@ -37,7 +37,8 @@ class EngineDenoiser:
 
     model: "DiffusionModel"
     predict_velocity: Callable[..., Tensor]
-    """Function `(latents, sigma_B, text, num_conditioning_B)` that returns the velocity, 0 in conditioning frames."""
+    """Function `(latents, sigma_B, text, num_conditioning_B)` that returns the flow velocity, 0 in conditioning
+    frames."""
     use_weights: Callable[[str], AbstractContextManager[None]]
     """Function whose context manager gives the denoiser the weights of a name, such as `policy`, for inference."""
     device: torch.device
@@ -69,13 +70,15 @@ class EngineSettings:
     flow: EngineDenoiser | None = None
     """Denoiser with which the engine of a diffusion model samples; None for a text model."""
     beat: Callable[[], None] = lambda: None
-    """Function to call during waits, such as for tools; an engine without progress is killed."""
+    """Function that the engine calls while it waits, for example for tools, to report that it is alive; an engine
+    without progress is killed."""
     meta_copy: PreTrainedModel | None = None
-    """Copy of the complete model without weights, if `model` may be one pipeline stage of it."""
+    """Copy of the complete model without weights if `model` is distributed over ranks, where it can be only one
+    pipeline stage; None: `model` is the complete model."""
 
     @property
     def complete_model(self) -> PreTrainedModel:
-        """Return the model with all layers and their adapters; it may be a copy without weights."""
+        """Return the model with all layers and their adapters; the result can be a copy without weights."""
         return self.model if self.meta_copy is None else self.meta_copy
 
 
@@ -99,7 +102,7 @@ class Engine(Protocol):
     """Rollout engine: maps token ids to token ids and their log-probabilities, and never changes global random state.
 
     A user-defined engine (`rollout.backend = "file.py:Class"`) is a class with these members, constructed with one
-    `EngineSettings`. With several ranks, each has an engine. An engine in a separate process may also have `step()`,
+    `EngineSettings`. With several ranks, each has an engine. An engine in a separate process can also have `step()`,
     one forward pass that returns finished groups as `completed` does, `abort()`, which discards requests in flight, and
     `link`, which receives weights by NCCL or CUDA IPC (`vllm_link.VllmWeightLink`). An engine with `step` can load
     weights between two forward passes, other engines only between two groups.
@@ -137,7 +140,8 @@ class Engine(Protocol):
 
 
 class EngineWrapper:
-    """Base class of engines that wrap another engine, which has all attributes that the wrapper does not define."""
+    """Base class of engines that wrap another engine: attributes that the wrapper does not define are those of the
+    wrapped engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -147,7 +151,7 @@ class EngineWrapper:
 
 
 class ModuleEngine:
-    """Base class of engines that sample from a module in this process, which stays in memory during sleep."""
+    """Base class of engines that sample from a module in their own process, whose memory `sleep` does not release."""
 
     ranks_per_engine = 1
 
@@ -229,8 +233,8 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
     vision: ImageReader | None = None,
 ) -> Completion:
     """Return a completion of one turn; `vision` truncates it before the first image placeholder token.
-    `earlier_versions` has a pair for each earlier weight version: the number of tokens when it was replaced, and the
-    version."""
+    `earlier_versions` has, for each version of the weights that was replaced during the completion, the number of
+    tokens at that time and the version."""
     if vision is not None and (num_text_tokens := vision.num_tokens_before_images(token_ids)) < len(token_ids):
         token_ids, logprobs, ends_with_stop = token_ids[:num_text_tokens], logprobs[:num_text_tokens], False
     segments, start = [], 0
@@ -248,17 +252,18 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
 
 @dataclass
 class UnfinishedGroup:
-    """Group of which some completions are not finished yet."""
+    """Group of completions of a prompt, of which some are not finished yet."""
 
     prompt: Prompt
     sampling: Sampling
     step: int
     completions: dict[int, Completion] = field(default_factory=dict)
     earlier_versions: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """For each completion and earlier weight version: the number of tokens when it was replaced, and the version."""
+    """By number of the completion: a pair for each version of the weights that was replaced during the completion, with
+    the number of tokens at that time, and the version."""
 
     def to_group(self) -> Group | None:
-        """Return the group if all its completions are finished, else None."""
+        """Return the group if all its completions are finished; None: some are missing."""
         if len(self.completions) < self.sampling.num_completions:
             return None
         return Group(self.prompt, tuple(self.completions[k] for k in range(self.sampling.num_completions)), self.step)
@@ -284,8 +289,8 @@ class WeightReceiver:
             yield bucket
 
     def acknowledge(self, version: int) -> LoadReceipt:
-        """Return the receipt after the last tensor; raise a `StageFailed` if the tensor names differ from those of
-        earlier loads."""
+        """Return the receipt of a weight load after its last tensor; raise a `StageFailed` if the tensor names differ
+        from those of earlier loads."""
         self._expected_names = self._expected_names or frozenset(self._received_names)
         if missing_names := self._expected_names - self._received_names:
             raise StageFailed(f"weight sync: {len(missing_names)} tensors did not come, such as {min(missing_names)}")

@@ -10,7 +10,8 @@ import numpy as np
 
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 _MAX_CHANGED_FRACTION = 0.25
-"""Fraction of changed words above which all words are sent: a changed word takes six bytes instead of two."""
+"""Fraction of changed words of a bucket above which the whole bucket is sent: a changed word takes six bytes with its
+position, instead of two."""
 
 
 class ChangedWords(NamedTuple):

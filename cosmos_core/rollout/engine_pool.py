@@ -25,10 +25,12 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 _OPEN_TIMEOUT_SECONDS = 1200.0
-"""Time limit for opening an engine, which may read a large model from a slow disk, and for restarting the only one."""
+"""Time limit for opening an engine, which may read a large model from a slow disk, and for restarting the only
+engine."""
 _RETRY_INTERVAL_SECONDS = 0.5
 _MAX_ENGINE_DEATHS = 3
-"""Maximum number of times that an engine may die without returning a group; one more death fails the stage."""
+"""Maximum number of times in succession that an engine can die without returning a group; one more death fails the
+stage."""
 
 
 class WeightsUnavailable(StageFailed):
@@ -107,9 +109,10 @@ class EnginePool:
         self._session_id = uuid.uuid4().hex
         self._waiting_requests: deque[_Request] = deque()
         self._versioned_requests: deque[_Request] = deque()
-        """Queue of requests for one version of the weights, which are sent after all other requests."""
+        """Queue of requests that need a particular version of the weights; they are sent after all other requests."""
         self._failed_submissions = queue.SimpleQueue[tuple[PooledEngine, EngineDescription | None, ConnectionError]]()
-        """Queue of engines that did not receive a submission, each with its description at that time and the error."""
+        """Queue of engines to which prompts could not be submitted, each with its description at that time and the
+        error."""
         self._thread_error: Exception | None = None
         self.lock = threading.RLock()
         self.engines: dict[EngineHandle, PooledEngine] = {}
@@ -270,7 +273,8 @@ class EnginePool:
         engine.pending_reply = engine.handle.call("completed", self._session_id, POLL_SECONDS)
 
     def _reopen_dead_engine(self, engine: PooledEngine, error: ConnectionError) -> None:
-        """Open an engine again after its process died; the process manager starts the new process."""
+        """Open an engine again after its process died; the process manager starts the new process. Raise `StageFailed`
+        if the engine has died too often."""
         engine.last_death_time = time.monotonic()
         self.num_restarts, engine.num_process_deaths = self.num_restarts + 1, engine.num_process_deaths + 1
         if engine.num_process_deaths > _MAX_ENGINE_DEATHS:
@@ -324,7 +328,7 @@ class EnginePool:
 
 
 def _fail_requests(sent_requests: Iterable[_Request], error: BaseException) -> None:
-    """Set an error on the futures of the requests whose groups of completions are not complete."""
+    """Set an error on the futures of those requests whose groups of completions are not complete."""
     for request in sent_requests:
         if not request.group_future.done():
             request.group_future.set_exception(error)
@@ -333,7 +337,8 @@ def _fail_requests(sent_requests: Iterable[_Request], error: BaseException) -> N
 def _take_request_batch(
     request_queue: deque[_Request], max_groups: int, requests_by_key: dict[tuple[int, int, int], _Request]
 ) -> list[_Request]:
-    """Move requests of equal step and sampling, which an engine may batch, from the queue into `requests_by_key`."""
+    """Move requests of equal train step and sampling settings, which an engine can generate as one batch, from the
+    queue into `requests_by_key`. Return the moved requests, at most `max_groups`."""
     step, sampling = request_queue[0].step, request_queue[0].sampling
     request_batch: list[_Request] = []
     while request_queue and len(request_batch) < max_groups and request_queue[0].group_key not in requests_by_key:

@@ -49,7 +49,7 @@ class EngineFleet:
     ) -> None:
         """Wait until the first engine is open; if engines share the trainer's GPUs, wait until all engines are open.
 
-        `get_handles` returns the current engines, which may change. `max_groups`: maximum number of groups in flight in
+        `get_handles` returns the current engines, which can change. `max_groups`: maximum number of groups in flight in
         one engine. An engine without a forward pass for `timeout_seconds` is killed. `weight_sync_mode`: value of
         `rollout.async_r2r_sync`. With `sleeps_in_training`, engines share the trainer's GPUs and sleep during training.
         `weight_transfer` sends weights by NCCL or CUDA IPC, or only changed values; None: all through host memory.
@@ -230,7 +230,8 @@ class EngineFleet:
     def _call_engine_processes(
         self, processes: Sequence[EngineProcess], method: str, *arguments: Any, **kwargs: Any
     ) -> list[tuple[EngineProcess, Any]]:
-        """Call a method of each engine process and return the replies; mark engines whose process died as dead."""
+        """Call a method of each engine process. Return the processes that replied, with their replies; mark the engines
+        whose process died as dead."""
         reply_futures = [(process, process.engine.handle.call(method, *arguments, **kwargs)) for process in processes]
         self._pool.await_replies([(process.engine, reply_future) for process, reply_future in reply_futures])
         process_replies = []

@@ -27,12 +27,13 @@ VelocityFn = Callable[[Tensor, Tensor], Tensor]
 SHARED_NOISE_INDEX = -1
 """Value that replaces the completion number in the seed of the initial noise that all completions of a group share."""
 _STEP_WINDOW_SEED_OFFSET, _CONDITIONING_SEED = 0x77696E, 0x676976
-"""Seed offsets of the random numbers that choose step windows and numbers of conditioning frames."""
+"""Offsets in the seeds of random numbers: those that choose windows of stochastic steps, and those that choose numbers
+of conditioning frames."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingPath:
-    """Latents and log-probabilities along the sampling path of a batch, on the CPU in float32."""
+    """Latents and log-probabilities of a batch of samples along the path from noise to data, on the CPU in float32."""
 
     latents: Tensor
     """Clean latents at the end of the sampling path."""
@@ -43,12 +44,13 @@ class SamplingPath:
     transition_means: list[Tensor]
     """Means of the transitions of recorded steps; empty if means were not requested."""
     log_probs: list[Tensor]
-    """Log-probability of each transition, shape B."""
+    """Log-probabilities of the transitions of recorded steps, each of shape B."""
     num_conditioning_B: Tensor | None = None
     """Number of conditioning frames of each sample, shape B; None: no conditioning frames."""
 
     def to_diffusion_sample(self, sample_index: int, pixels: Tensor, sigmas_N: Tensor, version: int) -> DiffusionSample:
-        """Return sample `sample_index` of the batch as a `DiffusionSample`."""
+        """Return sample `sample_index` of the batch with its part of the path; `version` is that of the sampling
+        weights."""
         logprobs = tuple(log_prob[sample_index].item() for log_prob in self.log_probs)
         num_conditioning_frames = 0 if self.num_conditioning_B is None else int(self.num_conditioning_B[sample_index])
         latents_before, latents_after, transition_means = (

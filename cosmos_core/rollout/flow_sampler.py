@@ -64,8 +64,9 @@ class FlowSamplerEngine(ModuleEngine):
         return self._denoiser.mesh.dp.size() if self._denoiser.mesh else 1
 
     def _sample_by_shape(self, rows: Sequence[_CompletionRow], sampling: Sampling, step: int) -> list[DiffusionSample]:
-        """Return the samples of `rows`, in order, on all ranks. A batch of rows with embeddings of equal shapes is
-        distributed over the ranks; a rank without a row samples the first one, because all ranks call the denoiser."""
+        """Return the samples of `rows`, in order, on all ranks. A batch of rows whose text embeddings have equal shapes
+        is distributed over the ranks; a rank without a row samples the first one, because all ranks call the
+        denoiser."""
         mesh, num_ranks = self._denoiser.mesh, self._num_ranks
         indices_by_shape: dict[tuple[Any, ...], list[int]] = {}
         for i, (prompt, _) in enumerate(rows):
@@ -84,7 +85,8 @@ class FlowSamplerEngine(ModuleEngine):
     def _make_conditioning_frames(
         self, rows: Sequence[_CompletionRow], sampling: Sampling, step: int, latent_shape: Sequence[int]
     ) -> ConditioningFrames | None:
-        """Return the conditioning frames of the samples; None if the rows have no conditioning frames."""
+        """Return the conditioning frames (clean first frames) of the samples; None if the rows have no conditioning
+        frames."""
         assert sampling.flow is not None
         if len(latent_shape) != 4:
             return None

@@ -48,7 +48,7 @@ class GroupSource(Protocol):
 @dataclass(frozen=True)
 class GroupPlan:
     """Mapping from train steps to groups, by the groups' positions in the order of the prompts. A group belongs to the
-    first step that needs it; its completions may extend over several steps."""
+    first step that needs it; its completions can extend over several steps."""
 
     completions_per_step: int
     group_size: int = 1
@@ -79,8 +79,8 @@ class SyncGroupSource:
     batch_size: int
     """Number of prompts that an engine processes at a time."""
     on_wait: Callable[[], None] = lambda: None
-    """Function called after each generated batch and after scoring. It may raise an error to stop the training, because
-    a stop signal to all processes of a job may also have ended processes of tools or rewards."""
+    """Function called after each generated batch and after scoring. An error that it raises stops the training: a stop
+    signal to all processes of a job can also have ended processes of tools or rewards, so that results are invalid."""
     publish_interval: int = 1
     """Number of train steps between two weight loads into the engine."""
     is_exhausted: ClassVar[bool] = False
@@ -123,7 +123,8 @@ class SyncGroupSource:
         self.engine.sleep(level=1 if (step + 1) % self.publish_interval else 2)
 
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
-        """Return groups of completions with the scores of their completions."""
+        """Return the groups with the scores of their completions, and report the phase `score` as the run's
+        progress."""
         self.progress.phase("score")
         scored_groups = self.score(groups)
         self.on_wait()
@@ -140,19 +141,23 @@ class GroupFilter:
     """Filter of dynamic sampling (DAPO, arXiv 2503.14476), which drops groups whose completions have equal rewards."""
 
     metrics: Sequence[str] = ()
-    """Names of reward metrics of which one must differ within a group; if it has none of them, the total reward."""
+    """Names of reward metrics: a group is kept if one of them differs between its completions. If the group has none of
+    these metrics, it is kept if its rewards differ."""
     max_retries: int = 0
-    """Maximum number of further rounds of generation in a train step; 0: generate until the prompts end."""
+    """Maximum number of rounds of generation in a train step after the first round; 0: generate until the prompts
+    end."""
 
     def has_learning_signal(self, group: ScoredGroup) -> bool:
-        """Return whether the valid completions of a group differ in a metric of `metrics`, or in their reward if the
-        group's rewards report none of these metrics. In a mixture of data sets, rewards may differ by data set."""
+        """Return whether the valid completions of a group differ in a metric of `metrics`. If the group's rewards
+        report none of these metrics, for example in a mixture of data sets with different reward functions, return
+        whether the rewards differ."""
         reported_names = {name for score in group.scores for name in score.metrics}.intersection(self.metrics)
         valid_scores = [s for s in group.scores if s.value is not None and s.metrics.keys() >= reported_names]
         return len({tuple(score.metrics[name] for name in reported_names) or score.value for score in valid_scores}) > 1
 
     def max_sampled_groups(self, num_groups: int) -> float:
-        """Return the maximum number of groups that a train step may sample to keep `num_groups` groups."""
+        """Return the maximum number of groups that a train step samples to keep `num_groups` groups; infinity if the
+        number of rounds is not limited."""
         return num_groups * (1 + self.max_retries) if self.max_retries else float("inf")
 
 
@@ -163,7 +168,8 @@ class FilteredGroupSource:
 
     sync_source: SyncGroupSource
     take_prompts: Callable[[int, int], Sequence[Prompt]]
-    """Function `(position, count)` that returns `count` prompts from `position` on in all epochs; fewer at the end."""
+    """Function `(position, count)` that returns `count` prompts from `position` on, in the order of the data over all
+    epochs; fewer prompts at the end of the last epoch."""
     groups_per_step: int
     group_filter: GroupFilter | None = GroupFilter()
     """Filter that selects groups; None: every group is kept."""
@@ -238,7 +244,8 @@ def check_scores(step: int, groups: Sequence[ScoredGroup], metrics: Sequence[str
 
 
 def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return the mean numbers of turns and tool calls, and the fraction of failed calls; empty without turns."""
+    """Return the mean numbers of turns and tool calls per completion, and the fraction of failed tool calls; empty if
+    no completion has turns."""
     turns = [turn for completion in completions for turn in completion.turns]
     if not turns:
         return {}
@@ -251,7 +258,8 @@ def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def filter_metrics(group_filter: GroupFilter, sampled_groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return the number of sampled groups, and the fractions dropped with a largest reward above 0 and at most 0."""
+    """Return metrics of a filter: the number of sampled groups, and the fractions of them that it dropped with a
+    largest reward above 0, and with a largest reward of at most 0."""
     dropped_groups = [group for group in sampled_groups if not group_filter.has_learning_signal(group)]
     valid_rewards = ([score.value for score in group.scores if score.value is not None] for group in dropped_groups)
     max_group_rewards = [max(rewards_of_group) for rewards_of_group in valid_rewards if rewards_of_group]
@@ -263,7 +271,8 @@ def filter_metrics(group_filter: GroupFilter, sampled_groups: Sequence[ScoredGro
 
 
 def lag_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
-    """Return the maximum and mean age, in train steps, of the sampling weights, and the number of groups by age."""
+    """Return the maximum and mean age, in train steps, of the weights that generated the groups, and the number of
+    groups of each age."""
     version_lags = [step - scored_group.group.version for scored_group in groups]
     return {
         "rollout/version_lag": float(max(version_lags)),
@@ -285,7 +294,8 @@ def _throughput_metrics(groups: Sequence[ScoredGroup], generation_seconds: float
 
 
 def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return mean reward and its standard deviation, the number of invalid rewards, and lengths in sampled tokens."""
+    """Return metrics of groups: mean reward and its standard deviation, the number of invalid rewards, and the lengths
+    of completions in sampled tokens."""
     scores = [score for group in groups for score in group.scores]
     reward_values = np.array([score.value for score in scores if score.value is not None], dtype=np.float64)
     completions = [completion for group in groups for completion in group.group.completions]
@@ -306,7 +316,7 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def dataset_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return the mean reward by data set of a mixture; empty if the prompts are of one data set."""
+    """Return the mean reward of the groups by data set of a mixture; empty if the prompts are of one data set."""
     rewards_by_dataset: dict[str, list[float]] = {}
     for group in groups:
         if dataset := group.group.prompt.source:
@@ -316,7 +326,8 @@ def dataset_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def reward_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return the mean of each reward function and of each further metric that a reward function reports."""
+    """Return the mean, over the completions of all groups, of each reward function and of each further metric that a
+    reward function reports."""
     scores = [score for group in groups for score in group.scores]
     metric_names = sorted({name for score in scores for name in score.metrics})
     return {n: float(np.mean([score.metrics[n] for score in scores if n in score.metrics])) for n in metric_names}

@@ -45,7 +45,8 @@ from cosmos_core.types import Completion, Group, Prompt, Sampling
 
 _MIN_CACHE_GROWTH_TOKENS = 64
 _MAX_HALF_PRECISION_DIFFERENCE = 0.5
-"""Difference of logits in half precision, as a fraction of the largest logit, that rounding cannot explain."""
+"""Difference between half-precision logits with and without a key-value cache, as a fraction of the largest logit, that
+rounding cannot explain."""
 
 
 class HfEngine(ModuleEngine):
@@ -114,7 +115,8 @@ class HfEngine(ModuleEngine):
         self._submissions.clear()
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
-        """Copy weights into the replica; without a replica, the engine has the trainer's weights already."""
+        """Copy weights into this engine's replica of the module; without a replica, the engine has the trainer's
+        weights already."""
         self._version = version
         if self.weight_format == "shared":
             return LoadReceipt(version, 0)
@@ -148,7 +150,8 @@ class HfEngine(ModuleEngine):
             model.train(was_training)
 
     def _sample(self, prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range) -> tuple[Tensor, ...]:
-        """Return tokens RT, log-probabilities RT and lengths R; values beyond the length of a row are undefined."""
+        """Sample the completions with the numbers `ks` for each prompt. Return their tokens (shape RT),
+        log-probabilities (RT) and lengths (R); values beyond the length of a row are undefined."""
         device, k = self._model.device, len(ks)
         token_ids = [torch.tensor(prompt.token_ids) for prompt in prompts]
         pad_token_id = self._tokenizer.pad_token_id or 0
@@ -207,7 +210,8 @@ class HfEngine(ModuleEngine):
         return tokens_RT, logprobs_RT, lengths_R
 
     def _image_inputs(self, prompts: Sequence[Prompt], input_ids_PT: Tensor) -> dict[str, Tensor]:
-        """Return the images of prompts as model inputs; the model computes the positions of rows with images itself."""
+        """Return the images of prompts as model inputs; the model computes the positions of rows with images itself.
+        Empty if the prompts have no images."""
         if not prompts[0].images:
             return {}
         assert self._image_reader is not None, "opened without a processor"
@@ -222,15 +226,17 @@ class HfEngine(ModuleEngine):
         }
 
     def _forward(self, input_ids: Tensor, cache: DynamicCache, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the logits at the last position of each row; `inputs` holds masks, positions and images."""
+        """Make a forward pass with a key-value cache, and return the logits at the last position of each row; `inputs`
+        holds masks, positions and images."""
         self._send_heartbeat()
         cache_kwargs = {self._cache_argument: cache}
         model_output = self._model(input_ids=input_ids, **cache_kwargs, use_cache=True, logits_to_keep=1, **inputs)
         return model_output.logits[:, -1]
 
     def _choose_batching(self) -> "_PromptBatching":
-        """Return the fastest of `_PROMPT_BATCHINGS` whose logits with a cache equal those without; raise ConfigError if
-        there is none. In half precision, where rounding changes logits, the smallest difference must only be small."""
+        """Return the fastest of `_PROMPT_BATCHINGS` whose logits with a key-value cache equal those without. In half
+        precision, where rounding changes logits, return the one with the smallest difference, if it is small. Raise
+        `ConfigError` if there is none."""
         logit_differences: dict[_PromptBatching, float] = {}
         with self._inference_mode(), torch.autocast(self._model.device.type, enabled=False):
             for prompt_batching in _PROMPT_BATCHINGS:
@@ -275,7 +281,7 @@ class _PromptBatching(NamedTuple):
     has_padding: bool
     """Whether shorter prompts are padded on the left; otherwise all prompts of a batch have equally many tokens."""
     has_positions: bool
-    """Whether the model gets the positions of tokens; otherwise it computes them, for example from padding tokens."""
+    """Whether the model gets the positions of tokens as input; otherwise it computes them itself."""
 
     def inputs(self, mask_BT: Tensor, positions_BT: Tensor) -> dict[str, Tensor]:
         mask_input = {"attention_mask": mask_BT} if self.has_padding else {}
@@ -352,7 +358,7 @@ def process_logits(logits_BV: Tensor, is_used_token_BV: Tensor, sampling: Sampli
 
 
 def _draw_uniform_numbers(prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range) -> Tensor:
-    """Return one uniform random number per token (shape RT, float64), from one generator per completion."""
+    """Return one uniform random number per token to sample (shape RT, float64), from one generator per completion."""
     completion_seeds = [request_seed(sampling.seed, step, prompt.id, k) for prompt in prompts for k in ks]
     generators = [torch.Generator().manual_seed(seed) for seed in completion_seeds]
     return torch.stack([torch.rand(sampling.max_tokens, generator=g, dtype=torch.float64) for g in generators])

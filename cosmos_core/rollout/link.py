@@ -22,7 +22,8 @@ class TransferFailed(Exception):
 
 
 class BucketHeader(NamedTuple):
-    """Names, dtypes and shapes of the tensors of a bucket whose data are sent separately, as consecutive bytes."""
+    """Header of a bucket of weights: names, dtypes and shapes of its tensors. Their data are sent separately, as
+    consecutive bytes."""
 
     names: list[str]
     """Names of the tensors, wider dtypes first, so that each tensor starts at a multiple of its element size."""
@@ -39,12 +40,13 @@ class BucketHeader(NamedTuple):
         return {"names": self.names, "dtype_names": self.dtype_names, "shapes": sent_shapes, **self.transport_fields}
 
     def make_bucket(self, tensors: Mapping[str, Tensor]) -> Bucket:
-        """Return the bucket of the received `tensors`, in the sender's shapes and under all names."""
+        """Return the bucket with the received `tensors`, in the sender's shapes and under all names of tied weights."""
         bucket = {name: tensors[name].reshape(shape) for name, shape in zip(self.names, self.shapes, strict=True)}
         return [*bucket.items(), *((alias, bucket[name]) for alias, name in self.name_by_alias.items())]
 
     def make_meta_bucket(self) -> Bucket:
-        """Return the bucket with tensors on the meta device, for an engine whose ranks have the data already."""
+        """Return the bucket of this header with tensors on the meta device, for an engine whose ranks have the data
+        already."""
         dtypes = [getattr(torch, name) for name in self.dtype_names]
         tensors = [torch.empty(shape, dtype=t, device="meta") for shape, t in zip(self.shapes, dtypes, strict=True)]
         return self.make_bucket(dict(zip(self.names, tensors, strict=True)))
@@ -79,9 +81,9 @@ def call_with_timeout(
     abort: Callable[[], object] = lambda: None,
     has_failed: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Return the result of a function that may hang, such as a collective whose peer has died; it runs in a new thread,
+    """Return the result of a function that can hang, such as a collective whose peer has died. It runs in a new thread,
     on this thread's device. After `timeout_seconds`, or when `has_failed` returns True, call `abort` and raise
-    `TransferFailed`; a later result is ignored, because an aborted collective leaves arbitrary bytes."""
+    `TransferFailed`. A later result is ignored, because an aborted collective leaves arbitrary bytes."""
     result_future: Future[T] = Future()
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 

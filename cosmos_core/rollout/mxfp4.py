@@ -22,7 +22,8 @@ _ROUNDING_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def quantize_bucket(bucket: Bucket) -> Bucket:
-    """Return a bucket whose experts are stored as in an MXFP4 checkpoint: `NAME_blocks`, `NAME_scales`."""
+    """Return a bucket of weights with its experts as in an MXFP4 checkpoint: `NAME_blocks` and `NAME_scales` replace
+    the tensor `NAME`. Other tensors are unchanged."""
     quantized_bucket: Bucket = []
     for name, tensor in bucket:
         if name.endswith(_EXPERT_WEIGHT_SUFFIXES):
@@ -34,8 +35,8 @@ def quantize_bucket(bucket: Bucket) -> Bucket:
 
 
 def quantize_experts(weight_EOI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest MXFP4 weight: blocks, uint8 (E, O, N, 16) with two values in each byte, the first in the lower
-    4 bits; and scales, uint8 (E, O, N), which are exponents plus 127."""
+    """Return the MXFP4 weight that is nearest to the experts' weight: blocks, uint8 (E, O, N, 16) with two values in
+    each byte, the first in the lower 4 bits; and scales, uint8 (E, O, N), which are exponents plus 127."""
     # Experts are quantized one at a time, because intermediate values need as much memory as the float weights.
     blocks, scales = zip(*map(_quantize_expert, weight_EOI), strict=True)
     return torch.stack(blocks), torch.stack(scales)

@@ -24,11 +24,11 @@ from cosmos_core.rollout.base import Bucket, Engine, WeightFormat, storage_key
 from cosmos_core.rollout.fleet import EngineFleet
 
 BUCKET_BYTES = 256 << 20
-"""Maximum size in bytes of a bucket of weights, in the trainer's dtype; half of it on several ranks. A module whose
-weights are larger, such as an embedding, is a separate bucket."""
+"""Maximum size in bytes of a bucket of weights, in the trainer's dtype; half of this if the model is sharded over
+ranks. A module whose weights are larger, such as an embedding, is a separate bucket."""
 _LOGPROB_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
-"""Mean absolute difference of log-probabilities that rounding can cause, by the dtype of the engine; tensors that are
-loaded under wrong names cause differences of whole nats."""
+"""Mean absolute difference between the log-probabilities of engine and trainer that rounding can cause, by dtype;
+tensors that are loaded under wrong names cause differences of whole nats."""
 _NUM_PROBE_TOKENS = 16
 
 logger = logging.getLogger(__name__)
@@ -48,12 +48,13 @@ class WeightPublisher:
     meta_copy: PreTrainedModel | None = None
     """Copy of the model on the meta device, made before the model was sharded; None: the model is not sharded."""
     probe_interval: int = 50
-    """Number of weight versions between two probes, in addition to probes after the first load and after a sleep."""
+    """Number of weight versions between two probes, which compare log-probabilities of trainer and engine. Further
+    probes follow the first load and the first load after a sleep."""
     transfer_dtype: torch.dtype | None = None
     """Dtype that weights are cast to before they are sent; None: no cast."""
     bucket_bytes: int = BUCKET_BYTES
     _probed_sleep_levels: set[int] = field(default_factory=set)
-    """Levels of engine sleep after which a weight load was probed; 0: a load without sleep."""
+    """Sleep levels of the engine after which a weight load was already probed; 0: a load without sleep."""
     _weight_buckets: "_WeightBuckets | None" = None
 
     def publish(self, version: int) -> dict[str, float]:
@@ -97,7 +98,8 @@ class WeightPublisher:
         return metrics
 
     def _probe_engines(self, version: int) -> None:
-        """Compare the trainer's log-probabilities with those of each engine that has weights of `version`."""
+        """Compare the trainer's log-probabilities with those of each engine that has weights of `version`. Raise
+        `StageFailed` if they differ by more than rounding can cause."""
         token_ids = make_probe_token_ids(self.model.config.get_text_config().vocab_size)
         trainer_logprobs = self.compute_trainer_logprobs(token_ids).detach().cpu().float()
         tolerance = logprob_tolerance(self.dtype, self.transfer_dtype)
@@ -116,12 +118,13 @@ class WeightPublisher:
 
 
 def logprob_tolerance(dtype: torch.dtype, transfer_dtype: torch.dtype | None) -> float:
-    """Return the mean absolute difference of log-probabilities that rounding to these dtypes can cause."""
+    """Return the mean absolute difference between the log-probabilities of engine and trainer that rounding to these
+    dtypes can cause."""
     return max(_LOGPROB_TOLERANCES[cast_dtype] for cast_dtype in (dtype, transfer_dtype) if cast_dtype is not None)
 
 
 def make_probe_token_ids(vocab_size: int) -> list[int]:
-    """Return a short sequence of token ids, for which trainer and engine compute log-probabilities."""
+    """Return a short sequence of token ids, for which the log-probabilities of trainer and engine are compared."""
     # The ids are multiples of a prime, so that they cover the whole embedding table.
     return [7919 * (i + 1) % vocab_size for i in range(_NUM_PROBE_TOKENS)]
 
@@ -171,7 +174,7 @@ class _WeightBuckets:
             self._gatherer = FullTensorGatherer(model.state_dict(keep_vars=True), max_bucket_bytes)
 
     def buckets(self) -> Iterator[Bucket]:
-        """Yield the buckets of all weights that the engine loads; each bucket may reuse the memory of the last one."""
+        """Yield the buckets of all weights that the engine loads; each bucket can reuse the memory of the last one."""
         state_dict = self._model.state_dict(keep_vars=True)
         if self._gatherer is not None:
             self._gatherer.tensors = state_dict
@@ -220,7 +223,8 @@ def _group_weights_by_module(full_model: PreTrainedModel) -> list[_WeightGroup]:
 
 
 def _merge_layer(layer_name: str, layer: Any, gathered_tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
-    """Merge a layer's adapter and return the weights; `gathered_tensors` replace tensors on the meta device."""
+    """Return the weights of a layer with its LoRA adapter merged; `gathered_tensors` replace tensors on the meta
+    device."""
     if gathered_tensors is not None:
         layer = copy.deepcopy(layer)
         layer.load_state_dict({key: gathered_tensors[f"{layer_name}.{key}"] for key in layer.state_dict()}, assign=True)

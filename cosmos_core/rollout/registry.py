@@ -42,9 +42,9 @@ def check_engine(backend: str, config: PretrainedConfig, folder: str, *, tp_size
 
 
 def make_engine(engine_settings: EngineSettings) -> Engine:
-    """Return this rank's engine, which `rollout.backend` names; an `hf` engine if that engine cannot be imported. Leave
-    random states and the environment unchanged. Raise a `ConfigError` if the engine does not support the model or its
-    settings."""
+    """Return the rollout engine of this rank, which `rollout.backend` names; an `hf` engine if the named one cannot be
+    imported. Leave random states and the environment unchanged. Raise a `ConfigError` if the engine does not support
+    the model or its settings."""
     backend = engine_settings.rollout.backend
     if engine_settings.flow is not None:
         # Do not wrap the engine of a diffusion model, because it distributes samples over the ranks itself.
@@ -74,11 +74,12 @@ def _construct_engine(backend: str, settings: EngineSettings) -> Engine:
 
 
 class DataParallelEngine(EngineWrapper):
-    """`Engine` whose methods all ranks call together: the engine of each rank completes some of the prompts, and all
-    ranks get all groups."""
+    """`Engine` that distributes prompts over the ranks, which call its methods together: the engine of each rank
+    completes some of the prompts, and all ranks get all groups."""
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """Submit some of the prompts to this rank's engine, with unchanged seeds."""
+        """Submit to this rank's engine its portion of the prompts; the seeds of completions do not depend on the
+        distribution."""
         num_engines = num_ranks() // self.ranks_per_engine
         if local_prompts := prompts[rank_number() // self.ranks_per_engine :: num_engines]:
             self._engine.submit(local_prompts, sampling, step)

@@ -29,9 +29,11 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
 _MIN_BUCKET_TIMEOUT_SECONDS = 600.0
-"""Minimum time limit in seconds for the next bucket of a weight load, in case the trainer has died."""
+"""Minimum time limit in seconds for the next bucket of a weight load. After it the load fails, because the trainer has
+probably died."""
 _BUCKET_TIMEOUT_FACTOR = 4
-"""Time limit for a bucket as a multiple of the trainer's engine timeout, because it may wait for other engines."""
+"""Time limit for the next bucket of a weight load, as a multiple of the trainer's engine timeout, because the trainer
+can wait for other engines between two buckets."""
 
 
 class EngineDescription(NamedTuple):
@@ -64,7 +66,7 @@ _BucketQueueItem = PackedBucket | _NativeBucket | StageFailed | None
 
 @dataclass
 class _WeightLoad:
-    """A weight load in progress."""
+    """State of a weight load in progress: the queue of its buckets and the future of its receipt."""
 
     buckets: queue.Queue[_BucketQueueItem]
     """Queue of the buckets to load; None marks the end of the load, and an error ends an abandoned load."""
@@ -74,7 +76,8 @@ class _WeightLoad:
     """Whether the command to load the buckets has been queued for the engine's thread."""
 
     def put(self, queue_item: _BucketQueueItem) -> None:
-        """Wait for room in the queue and add an item; discard it if the load has failed and the queue has no reader."""
+        """Wait for room in the queue of buckets and add an item. Discard the item if the load has failed, because
+        nothing reads the queue then."""
         while not self.receipt_future.done():
             with suppress(queue.Full):
                 self.buckets.put(queue_item, timeout=_POLL_SECONDS)
@@ -82,7 +85,7 @@ class _WeightLoad:
 
 
 class EngineReplica:
-    """Rollout engine with the thread that runs it."""
+    """Rollout engine in a separate process, with the thread that runs it."""
 
     def __init__(
         self, open_engine: Callable[[Callable[[], None]], Engine], *, should_wait_for_trainer: bool = False
@@ -192,7 +195,8 @@ class EngineReplica:
         self.receive_bucket(kept_bucket)
 
     def connect_link(self, backend: str, init_info: dict[str, Any], timeout_seconds: float) -> None:
-        """Connect the engine with the trainer; raise `TransferFailed` after `timeout_seconds`, or if it has no link."""
+        """Connect the engine with the trainer; raise `TransferFailed` after `timeout_seconds`, or if the engine has no
+        link for NCCL or CUDA IPC."""
         self._run_on_engine_thread(lambda engine: _get_native_link(engine).connect(backend, init_info, timeout_seconds))
 
     def receive_native_bucket(self, bucket_header: BucketHeader, timeout_seconds: float) -> None:
@@ -224,21 +228,22 @@ class EngineReplica:
         return self._weight_load
 
     def logprobs(self, version: int, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probabilities of tokens; raise a `ConnectionError` if the weights have another version."""
+        """Return the log-probabilities of tokens; raise a `ConnectionError` if the engine's weights do not have the
+        version `version`."""
         if version != self._version:
             raise ConnectionError(f"the engine has weights of version {self._version}")
         return self._run_on_engine_thread(lambda engine: engine.logprobs(token_ids))
 
     def sleep(self) -> None:
-        """Release the engine's memory between two forward passes."""
+        """Release the engine's accelerator memory between two forward passes; see `Engine.sleep`."""
         self._run_on_engine_thread(lambda engine: engine.sleep())
 
     def wake(self) -> None:
-        """Reallocate the engine's memory between two forward passes."""
+        """Reallocate the engine's accelerator memory between two forward passes; see `Engine.wake`."""
         self._run_on_engine_thread(lambda engine: engine.wake())
 
     def _run_on_engine_thread(self, call_engine: Callable[[Engine], Any]) -> Any:
-        """Call a function with the engine between two forward passes, and return the result."""
+        """Call a function with the engine on the engine's thread, between two forward passes, and return the result."""
         result_future: Future[Any] = Future()
         self._engine_commands.put(lambda engine: complete_future(result_future, lambda: call_engine(engine)))
         return result_future.result()

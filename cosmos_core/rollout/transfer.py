@@ -25,11 +25,13 @@ logger = logging.getLogger(__name__)
 _BUCKET_TIMEOUT_SECONDS = 60.0
 _CONNECT_TIMEOUT_SECONDS = 120.0
 _MAX_TRANSFER_FAILURES = 2
-"""Number of failures in succession after which native transfer is not tried again with the same engines."""
+"""Number of failed transfers in succession after which native transfer (NCCL or CUDA IPC) is not tried again with the
+same engines."""
 
 
 class EngineProcess(NamedTuple):
-    """Engine of the pool, and its process at the start of a weight load, which a new process may replace later."""
+    """Engine of the pool, and the process in which it ran when a weight load began; a new process can replace it
+    later."""
 
     engine: PooledEngine
     description: EngineDescription | None
@@ -41,7 +43,8 @@ class EngineProcess(NamedTuple):
 
 
 class WeightLoad:
-    """Weight load into engine processes. Only the first rank has the list of processes; dead processes are removed."""
+    """Weight load into engine processes. Only the first rank has the list of processes, from which dead ones are
+    removed."""
 
     def __init__(self, engine_pool: EnginePool, processes: Sequence[EngineProcess]) -> None:
         self._engine_pool, self.processes = engine_pool, list(processes)
@@ -50,7 +53,8 @@ class WeightLoad:
     def call_engines(
         self, method: str, arguments: Sequence[tuple[Any, ...]], shared_value: Any = None, positions: Sequence[int] = ()
     ) -> list[Future[Any]]:
-        """Call a method of each engine, or only of those at `positions`; `arguments` has one tuple per call."""
+        """Call a method of each engine of the load, or only of those at `positions`, without waiting; `arguments` has
+        one tuple per call. Return the futures of the replies."""
         processes = [self.processes[i] for i in positions] if positions else self.processes
         engine_calls = zip(processes, arguments, strict=True)
         replies = [p.engine.handle.call(method, *call_args, shared_value=shared_value) for p, call_args in engine_calls]
@@ -58,7 +62,8 @@ class WeightLoad:
         return replies
 
     def await_replies(self, replies: Sequence[Future[Any]]) -> list[int]:
-        """Wait for replies, and return the positions of the engines whose call raised `TransferFailed`."""
+        """Wait for the replies of engines, and remove engines whose process died from the load. Return the positions,
+        among the remaining engines, of those whose call raised `TransferFailed`."""
         process_replies = [(self._process_by_reply.pop(reply), reply) for reply in replies]
         self._engine_pool.await_replies([(process.engine, reply) for process, reply in process_replies])
         dead_process_ids, failed_process_ids = set(), set()
@@ -93,28 +98,29 @@ class HostWeightLink:
         """Do nothing, because the link has no memory to release."""
 
     def confirm_weight_load(self) -> None:
-        """Record on the first rank that the engines have loaded all buckets; only `DeltaWeightLink` records it."""
+        """Do nothing; only `DeltaWeightLink` records that the engines have loaded all buckets."""
 
 
 class DeltaWeightTransfer:
-    """Copy of the last weights that were sent, on the first rank, with which a load sends only the values that changed.
-    An engine process without these weights gets all values."""
+    """Weight transfer that sends only the values that changed since the last load. The first rank keeps a copy of the
+    weights that it sent last; an engine process without these weights gets all values."""
 
     def __init__(self) -> None:
         self.buckets: dict[int, PackedBucket] = {}
-        """Last buckets that were sent, by their index in a load."""
+        """Buckets of weights that were sent last, by their index in a load."""
         self.up_to_date_processes: list[EngineDescription | None] = []
         """Engine processes that have all of `buckets`."""
         self.num_sent_bytes = 0
         """Number of bytes that the last load sent to an engine, if possible to one that had the previous weights."""
 
     def open_link(self, weight_load: WeightLoad) -> "DeltaWeightLink":
-        """Return the link for one weight load."""
+        """Return the sender of the buckets of one weight load."""
         return DeltaWeightLink(self, weight_load)
 
 
 class DeltaWeightLink(HostWeightLink):
-    """Sender of the values of buckets that changed since the last load, through host memory."""
+    """Sender of the buckets of one weight load through host memory, which sends only the values that changed since the
+    last load."""
 
     def __init__(self, delta_transfer: DeltaWeightTransfer, weight_load: WeightLoad) -> None:
         super().__init__(weight_load)
@@ -167,7 +173,7 @@ class NativeWeightTransfer:
         """Engine processes of the last attempt to connect, in order."""
         self._is_connected = False
         self.num_failures = 0
-        """Number of failures since an engine process was replaced, or since a load that succeeded."""
+        """Number of failed native transfers since an engine process was replaced, or since a load that succeeded."""
 
     def open_link(self, weight_load: WeightLoad) -> HostWeightLink:
         """Return a link that sends weights directly. If an engine of the load cannot be connected to the ranks, return
@@ -176,7 +182,7 @@ class NativeWeightTransfer:
         return NativeWeightLink(self, weight_load) if uses_native_transfer else HostWeightLink(weight_load)
 
     def disconnect_after_failure(self, failure_reason: str) -> None:
-        """Disconnect after a failure, and log the reason; the next load connects again."""
+        """Disconnect from the engines after a transfer failed, and log the reason; the next load connects again."""
         self.transport.abort()
         self._is_connected = False
         self.num_failures += 1
@@ -221,7 +227,8 @@ class NativeWeightTransfer:
 
 
 class NativeWeightLink(HostWeightLink):
-    """Sender of buckets by NCCL or CUDA IPC; after a failure, all further buckets go through host memory."""
+    """Sender of the buckets of one weight load by NCCL or CUDA IPC; after a failure, all further buckets go through
+    host memory."""
 
     def __init__(self, native_transfer: NativeWeightTransfer, weight_load: WeightLoad) -> None:
         super().__init__(weight_load)
@@ -247,13 +254,14 @@ class NativeWeightLink(HostWeightLink):
                 super().send(bucket, positions_without_bucket)
 
     def end_weight_load(self) -> None:
-        """Release the memory of the link after the last bucket."""
+        """Free the send buffers of the ranks after the last bucket of the load."""
         self._transfer.transport.end_weight_load()
         if not self._has_failed:
             self._transfer.num_failures = 0
 
     def _transfer_bucket(self, bucket_header: BucketHeader) -> tuple[str, Sequence[int]]:
-        """Send the bucket in the send buffer; return an error or "", and the positions of engines that lack it."""
+        """Send the bucket in the send buffer to all engines; return the reason of a failure or "", and the positions of
+        engines that lack the bucket."""
         transport, num_processes, failure_reason = self._transfer.transport, len(self._weight_load.processes), ""
         if not self._transfer.is_connected(self._weight_load.processes):
             return "an engine died", range(num_processes)

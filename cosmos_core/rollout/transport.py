@@ -22,47 +22,52 @@ _MAX_BUFFER_BYTES = (1 << 63) - 1
 
 
 class WeightTransport:
-    """The trainer's end of a transfer engine of vLLM; `stage_bucket`, `broadcast_failure` and `end_weight_load` run on
-    all ranks, other methods on the first rank."""
+    """Base class of transports: the trainer's end of a transfer of weights to the transfer engines of vLLM. All ranks
+    of the trainer call `stage_bucket`, `broadcast_failure`, `abort` and `end_weight_load`; only the first rank calls
+    `prepare_connection`, `connect` and `transmit`."""
 
     backend: str
-    """Name of the transfer engine in vLLM."""
+    """Name of the transport in vLLM's configuration of its weight transfer engine, such as `nccl`."""
     device = "cuda"
 
     def __init__(self) -> None:
         self.send_buffer: Tensor | None = None
 
     def prepare_connection(self, num_engines: int, ranks_per_engine: int) -> list[dict[str, Any]]:
-        """Return, for each engine, the init info with which vLLM initialises its weight transfer engine."""
+        """Return, for each rollout engine, the init info with which vLLM initialises its weight transfer engine."""
         return [{"packed": True}] * num_engines
 
     def connect(self) -> None:
-        """Connect with the engines, which connect at the same time."""
+        """Connect the trainer with the rollout engines, which connect at the same time."""
 
     def stage_bucket(self, bucket: Bucket) -> BucketHeader:
-        """Copy a bucket into each rank's send buffer, and return its header; raise `TransferFailed` if a rank fails."""
+        """Copy a bucket of weights into the send buffer of each rank that sends it, and return the header of the
+        bucket. Raise `TransferFailed` if a rank fails."""
         raise NotImplementedError
 
     def transmit(self) -> None:
-        """Send the bucket in the send buffer, and wait until it is sent."""
+        """Send the bucket in the send buffer to the rollout engines, and wait until it is sent."""
 
     def broadcast_failure(self, failure_reason: str) -> str:
-        """Return why the first rank's transfer failed, on each rank that took part in it; empty: it succeeded."""
+        """Return why the first rank's transfer of a bucket failed, on each rank that took part in it; empty: it
+        succeeded."""
         return failure_reason
 
     def abort(self) -> None:
-        """Disconnect from the engines, so that `transmit` returns even if it hangs; call this in any thread."""
+        """Disconnect from the rollout engines, so that `transmit` returns even if it hangs; any thread can call this
+        method."""
 
     def end_weight_load(self) -> None:
-        """Free the send buffer of each rank."""
+        """Free the send buffer of each rank at the end of a weight load."""
         self.send_buffer = None
 
     def stream(self) -> Any:
-        """Return the CUDA stream that copies into the send buffer."""
+        """Return the CUDA stream that copies a bucket into the send buffer."""
         return torch.cuda.current_stream()
 
     def fill_buffer(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Copy the bytes of tensors into the send buffer, enlarged if necessary, and return the used part of it."""
+        """Copy the bytes of tensors into this rank's send buffer, enlarged if necessary, and return the used part of
+        it."""
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         if self.send_buffer is None or self.send_buffer.numel() < num_bytes:
             self.send_buffer = None  # free the old buffer before a larger one is allocated
@@ -73,8 +78,8 @@ class WeightTransport:
 
 
 class NcclTransport(WeightTransport):
-    """NCCL broadcast from the first rank to all ranks of all engines. It never overlaps collectives of the trainer's
-    ranks, because two communicators on one GPU may deadlock."""
+    """NCCL broadcast of weights from the trainer's first rank to all ranks of all rollout engines. It never overlaps
+    collectives of the trainer's ranks, because two communicators on one GPU can deadlock."""
 
     backend = "nccl"
 
@@ -130,7 +135,8 @@ class NcclTransport(WeightTransport):
 
 
 class IpcTransport(WeightTransport):
-    """CUDA IPC from each rank, which has the whole bucket in its send buffer, to the engine's rank on the same GPU."""
+    """Transfer of weights by CUDA IPC from each rank of the trainer, which has the whole bucket in its send buffer, to
+    the rank of a rollout engine on the same GPU."""
 
     backend = "ipc"
 
@@ -157,7 +163,7 @@ class IpcTransport(WeightTransport):
         return bucket_header._replace(transport_fields={"ipc_handles": ipc_handles, "tensor_sizes": tensor_sizes})
 
     def export_buffer(self) -> dict[str, tuple[Any, ...]]:
-        """Return the IPC handle of the send buffer, by the UUID of the GPU."""
+        """Return the CUDA IPC handle of this rank's send buffer, by the UUID of its GPU."""
         from torch.multiprocessing.reductions import reduce_tensor
 
         assert self.send_buffer is not None

@@ -78,13 +78,14 @@ class MultiTurnEngine(EngineWrapper):
             self._tool_result_tokens = ToolResultTokens(settings.tokenizer, chat_rendering, self._stop_token_ids)
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """Submit prompts; the first turns of all completions of a prompt form one group."""
+        """Submit prompts to the wrapped engine; the first turns of all completions of a prompt form one group."""
         self._engine.submit(prompts, sampling, step)
         for prompt in prompts:
             self._pending_samplings[prompt.id, step].append(sampling)
 
     def completed(self) -> list[Group]:
-        """Return the groups whose conversations have all ended."""
+        """Wait for groups whose conversations have all ended, and return them; empty if no conversation is in
+        progress."""
         while groups := self._engine.completed():
             if complete_groups := self._continue_conversations(groups):
                 return complete_groups
@@ -92,12 +93,13 @@ class MultiTurnEngine(EngineWrapper):
         return []
 
     def close(self) -> None:
-        """End the processes of tools, and close the wrapped engine."""
+        """End the worker processes that call tools, and close the wrapped engine."""
         self._tool_runner.close()
         self._engine.close()
 
     def _continue_conversations(self, groups: Sequence[Group]) -> list[Group]:
-        """Continue the conversations whose turns have ended, and return the groups with only ended conversations."""
+        """Add newly sampled turns to their conversations, and continue those that have not ended. Return the groups in
+        which all conversations have ended."""
         conversation_states = [turn_update for group in groups for turn_update in self._add_turns(group)]
         self._submit_next_turns([conversation for conversation, has_ended in conversation_states if not has_ended])
         unfinished_groups = {id(conversation.group): conversation.group for conversation, _ in conversation_states}
@@ -110,7 +112,8 @@ class MultiTurnEngine(EngineWrapper):
         self._conversation_by_id.clear()
 
     def _add_turns(self, group: Group) -> list[tuple[_Conversation, bool]]:
-        """Add the turns in `group` to conversations, and return each conversation and whether it has ended."""
+        """Add each turn that `group` contains to its conversation, and return the conversations, each with whether it
+        has ended."""
         conversation = self._conversation_by_id.pop(group.prompt.id, None)
         if conversation is not None:
             return [(conversation, self._add_turn(conversation, group.completions[0]))]
@@ -188,7 +191,8 @@ class MultiTurnEngine(EngineWrapper):
 
 
 def turn_request_id(prompt_id: int, step: int, completion_index: int, turn_index: int, attempt: int = 0) -> int:
-    """Return the id of the prompt of a later turn; `attempt` distinguishes requests for one prompt in one step."""
+    """Return the prompt id of a later turn of a conversation; `attempt` distinguishes requests for one prompt in one
+    step."""
     id_digest = hashlib.sha256(f"turn/{prompt_id}/{step}/{completion_index}/{turn_index}/{attempt}".encode()).digest()
     return int.from_bytes(id_digest[:8], "big") >> 1
 

@@ -76,7 +76,7 @@ class VllmEngine:
         self._send_heartbeat = settings.beat
         self._version = 0
         self._released_tags: list[str] = []
-        """Names of vLLM's allocations that are released until `wake`."""
+        """Names of vLLM's memory allocations that `sleep` has released and `wake` reallocates."""
         self.sleep_level: Literal[0, 1, 2] = 0
         """Level of the deepest sleep since the last weight load; 0: no sleep."""
         self._weight_receiver = WeightReceiver()
@@ -108,7 +108,8 @@ class VllmEngine:
                 vllm_process.unlink_shared_memory()
         uses_native_transfer = settings.rollout.weight_transfer == "native" and settings.is_separate
         self.link = VllmWeightLink(self._llm) if uses_native_transfer and not self._adapter and not is_mxfp4 else None
-        """Connection through which the ranks receive weights without host memory; None: no link."""
+        """Connection through which vLLM's ranks receive weights by NCCL or CUDA IPC; None: they receive weights through
+        host memory."""
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         check_prompts(prompts, self._max_model_len)
@@ -148,8 +149,8 @@ class VllmEngine:
         self._sent_requests, self._groups_finished_during_probe = {}, []
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
-        """Load weights; tied weights must be sent under both names. Keys and values of requests in flight are computed
-        again, so that each token is sampled from the distribution of one version."""
+        """Load a version of the policy's weights; tied weights must be sent under both names. Keys and values of
+        requests in flight are computed again, so that each token is sampled from the distribution of one version."""
         self._reallocate_memory(_WEIGHTS_TAG)
         with vllm_process.restore_process_state():
             if self._adapter is None:
@@ -170,7 +171,8 @@ class VllmEngine:
         return self._weight_receiver.acknowledge(version)
 
     def _replace_weights(self, buckets: Iterable[Bucket]) -> None:
-        """Replace all weights, and end a failed load, which vLLM would continue with the tensors of the next load."""
+        """Replace all weights. If the load fails, end it, because vLLM would otherwise continue it with the tensors of
+        the next load."""
         try:
             received_buckets = map(self._convert_bucket, self._weight_receiver.buckets(buckets))
             if self._has_child_ranks or self.link is not None:
@@ -225,7 +227,8 @@ class VllmEngine:
 
     @property
     def _lora_request(self) -> Any:
-        """Return the `LoRARequest` that requests pass to use the adapter; None: no adapter, or no loaded version."""
+        """Return the `LoRARequest` with which requests to vLLM select the policy's adapter; None: there is no adapter,
+        or none was loaded yet."""
         return self._adapter.lora_request if self._adapter else None
 
     def _add_completion(self, request_output: Any) -> Iterator[Group]:

@@ -1,7 +1,9 @@
-"""LoRA adapter in vLLM: the engine holds the base weights, and each version of the policy consists of the factors only.
+"""LoRA adapter of the policy in a vLLM rollout engine: the engine holds the base weights, and each new version of the
+policy's weights consists of the LoRA factors only.
 
-vLLM has one scale for the whole adapter, so the scale of each layer is multiplied into its factor B. An adapter with
-more than factors of linear layers (`models.lora.trains_only_linear_factors`) is merged into the weights that are sent.
+vLLM has one scale for the whole adapter, so the scale of each layer is multiplied into its factor B. If a policy trains
+more than factors of linear layers (`models.lora.trains_only_linear_factors`), this module is not used: its adapter is
+merged into the base weights, and all weights are sent.
 """
 
 import json
@@ -18,29 +20,31 @@ from cosmos_core.rollout.base import EngineSettings
 
 _ADAPTER_NAME, _ADAPTER_ID = "policy", 1
 _LAYER_SUFFIXES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-"""Suffixes of layer names to which vLLM applies adapters in every family of decoders."""
+"""Suffixes of the names of layers to which vLLM can apply a LoRA adapter in every family of decoders."""
 _SUPPORTED_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of the maximum LoRA rank that vLLM supports; one value is chosen when the engine starts."""
+"""Values of vLLM's setting for the maximum LoRA rank; one of them is chosen when a rollout engine starts."""
 
 
 class VllmAdapter:
-    """LoRA adapter of one vLLM engine."""
+    """LoRA adapter of the policy, as one vLLM rollout engine applies it to the base weights."""
 
     def __init__(self, engine_settings: EngineSettings) -> None:
         self._scale_by_layer = lora_scale_by_layer(engine_settings.complete_model)
         state_dict = engine_settings.complete_model.state_dict()
         self.lora_rank = max(len(state_dict[f"{layer}.lora_A.default.weight"]) for layer in self._scale_by_layer)
         self.lora_request: Any = None
-        """Object by which vLLM requests name the adapter; None while the policy still equals the base weights."""
+        """`LoRARequest` with which requests to vLLM select the adapter; None while no factors were loaded, so that the
+        policy equals the base weights."""
 
     @property
     def llm_arguments(self) -> dict[str, Any]:
-        """Return the arguments of vLLM's `LLM` that enable the adapter."""
+        """Return the arguments of vLLM's `LLM` with which a rollout engine can apply the policy's adapter."""
         max_lora_rank = next(rank for rank in _SUPPORTED_LORA_RANKS if rank >= self.lora_rank)
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_lora_rank}
 
     def load(self, llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load the LoRA factors of a new version of the policy, which vLLM reads from a temporary file."""
+        """Load the LoRA factors of a new version of the policy into the vLLM engine `llm`, which reads them from a
+        temporary file."""
         from vllm.lora.request import LoRARequest
 
         scaled_factors = {}
@@ -58,7 +62,8 @@ class VllmAdapter:
 
 
 def open_adapter(settings: EngineSettings) -> VllmAdapter | None:
-    """Return the adapter if the engine can load only LoRA factors; None: the engine loads complete weights."""
+    """Return the policy's adapter for a vLLM rollout engine if the engine can load only the LoRA factors. None: the
+    engine needs the complete weights, for example because vLLM does not support an adapter for this model."""
     if not trains_only_linear_factors(settings.complete_model) or settings.vision is not None:
         return None
     if settings.rollout.parallelism.tp_size > 1 or settings.rollout.quantization != "none":

@@ -17,7 +17,8 @@ from cosmos_core.rollout.link import BucketHeader, TransferFailed, call_with_tim
 
 
 class VllmWeightLink:
-    """Connection of all ranks of a vLLM engine with the trainer."""
+    """Connection of all ranks of a vLLM engine with the trainer, through which the ranks receive weights by NCCL or
+    CUDA IPC."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -38,14 +39,14 @@ class VllmWeightLink:
 
 
 class _TensorCollector(list[tuple[str, Tensor]]):
-    """List of received tensors, which takes the place of the model in vLLM's transfer engine."""
+    """List that collects received tensors, and that vLLM's transfer engine gets in place of the model."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self.extend(tensors)
 
 
 class RankWeightLink:
-    """Connection of one rank of an engine with the trainer; it keeps the last received bucket."""
+    """Connection of one rank of a vLLM engine with the trainer; it keeps the last received bucket of weights."""
 
     def __init__(self, vllm_worker: Any, backend: str, init_info: dict[str, Any]) -> None:
         from vllm.config.weight_transfer import WeightTransferConfig
@@ -72,19 +73,19 @@ class RankWeightLink:
         self._received_bucket = header.make_bucket(dict(tensor_collector))
 
     def take_bucket(self) -> Bucket:
-        """Return the last received bucket, and drop the reference to it."""
+        """Return the last received bucket of weights, and drop the reference to it."""
         assert self._received_bucket is not None, "a bucket is loaded after it has arrived"
         bucket, self._received_bucket = self._received_bucket, None
         return bucket
 
     def end_weight_load(self) -> None:
-        """Release the last bucket, and the trainer's memory that this rank has mapped."""
+        """Release the last received bucket, and the trainer's memory that this rank has mapped."""
         self._received_bucket = None
         if ipc_importer := getattr(self._transfer_engine, "_packed_importer", None):
             ipc_importer.close()
 
     def close(self) -> None:
-        """Free the communicator and the memory of the link."""
+        """Close the connection: free its communicator and its memory."""
         self.end_weight_load()
         self._disconnect()
         self._transfer_engine.shutdown()
@@ -99,7 +100,7 @@ class RankWeightLink:
 
 
 def _call_and_get_error(vllm_worker: Any, rank_function: Callable[..., None], *function_arguments: Any) -> str:
-    """Call a function in a rank, and return its error in one line, or an empty string."""
+    """Call a function in a rank of a vLLM engine, and return its error in one line, or an empty string."""
     try:
         rank_function(vllm_worker, *function_arguments)
         return ""

@@ -23,7 +23,7 @@ from cosmos_core.rollout.vllm import check_heads, find_head_size_problem, import
 _MIN_COMPUTE_CAPABILITY = 75
 """Lowest compute capability, times ten, of vLLM's kernels for quantised weights on CUDA."""
 _MAX_LOGPROB_DIFFERENCE = 1e-3
-"""Maximum difference between a log-probability that vLLM returns and that of the captured logits."""
+"""Maximum difference between a log-probability that vLLM returns and the one computed from the captured logits."""
 
 
 def vllm_version() -> str:

@@ -18,7 +18,7 @@ RANK_ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked child may deadlock on a lock of another thread
     "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on one machine, so loopback suffices
 }
-"""Environment variables of tensor-parallel ranks that are child processes."""
+"""Environment variables of a vLLM engine whose tensor-parallel ranks are its child processes."""
 
 
 def has_child_ranks(engine_settings: EngineSettings) -> bool:
@@ -27,7 +27,8 @@ def has_child_ranks(engine_settings: EngineSettings) -> bool:
 
 
 def load_on_ranks(llm: Any, buckets: Iterable[Bucket]) -> None:
-    """Replace the weights of all ranks; for a bucket on the meta device, ranks load what their links received."""
+    """Replace the weights of all ranks of a vLLM engine. For a bucket on the meta device, each rank loads the bucket
+    that its native link received."""
     llm.collective_rpc(initialize_weight_reload)
     for packed_bucket in buckets:
         llm.collective_rpc(load_bucket, args=() if packed_bucket[0][1].is_meta else (pack_bucket(packed_bucket),))
@@ -38,7 +39,8 @@ def load_on_ranks(llm: Any, buckets: Iterable[Bucket]) -> None:
 
 
 def end_weight_load(vllm_worker: Any) -> None:
-    """End the weight load of a rank, because vLLM would continue an incomplete load with the tensors of the next."""
+    """End the weight load of a rank. Without this call, vLLM would continue an incomplete load with the tensors of the
+    next."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
