@@ -291,8 +291,9 @@ def _make_rank_starter(
 
 
 def _restrict_ray_access() -> None:
-    """Restrict the Ray clusters that this process starts to the loopback interface, and require an access token. Ray
-    reads both settings only once, partly at import, and another library may already have imported Ray."""
+    """Restrict the Ray clusters that this process starts to the loopback interface, and require an access token. Change
+    both settings inside Ray too: it reads them only once, partly at import, and another library has perhaps imported
+    Ray already."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # 0 restricts Ray to the loopback interface
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
