@@ -1,4 +1,5 @@
-"""Show logged completions with rewards, for `cosmos samples`: of training or, if it logged none, of validation."""
+"""Read logged completions with their rewards, for `cosmos samples`: those of training or, if training logged none,
+those of validation."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Compute the cost of a run so far: the GPU hours that the attempts of its stages held, and their price."""
+"""Compute the cost of a run so far: the GPU hours of all attempts of its stages, and their price."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ _SECONDS_PER_HOUR = 3600.0
 
 @dataclass(frozen=True)
 class RunCost:
-    """GPU hours for which the stages of a run have held GPUs so far, and their cost."""
+    """GPU hours of all attempts of the stages of a run so far, and their cost."""
 
     gpu_intervals_by_stage: dict[str, list[GpuInterval]]
-    """Time intervals in which the attempts of each stage held GPUs, by stage name."""
+    """Time intervals in which GPUs were reserved for the attempts of each stage, by stage name."""
     hourly_price: float | None
     """Price of one GPU hour; None: unknown."""
     budget: float | None
@@ -29,7 +29,7 @@ class RunCost:
 
     @property
     def gpu_hours(self) -> float:
-        """Return the GPU hours that all attempts of all stages held."""
+        """Return the GPU hours of all attempts of all stages."""
         return sum(map(sum_gpu_seconds, self.gpu_intervals_by_stage.values())) / _SECONDS_PER_HOUR
 
     def format_cost(self, gpu_hours: float | None) -> str:
@@ -68,7 +68,7 @@ def compute_run_cost(run_path: Path) -> RunCost:
 
 def make_cost_card(run: RunRecord) -> dict[str, str]:
     """Return the label and the text of the report's card with the cost of a run, as a dict with one entry; empty if no
-    stage held GPUs. If the price is unknown, the dict is also empty for a run without GPUs, where each process counts
+    GPU was reserved. If the price is unknown, the dict is also empty for a run without GPUs, where each process counts
     as one GPU."""
     run_cost = compute_run_cost(run.path)
     if run_cost.hourly_price is not None:

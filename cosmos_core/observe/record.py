@@ -85,7 +85,7 @@ class ServiceHealth(JsonDocument):
     url: str
     status: str
     rewards: dict[str, dict[str, float]] = {}
-    """Metrics of the reward service by reward function: items, errors, ready, restarts, retried, seconds ..."""
+    """Metrics of the reward service by reward function, such as the numbers of scored items, errors and restarts."""
     refused: dict[str, float] = {}
     """Number of requests that the service refused, by HTTP status."""
 

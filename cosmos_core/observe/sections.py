@@ -273,7 +273,8 @@ def make_resource_rows(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def _compute_gpu_hours(stage: StageRecord) -> float:
-    """Return the GPU hours that a stage held, estimated from its duration if the run has no record of GPU intervals."""
+    """Return the GPU hours of a stage, estimated from its duration if the run has no record of when the stage had
+    GPUs."""
     if stage.state.holds:
         return sum_gpu_seconds(read_gpu_intervals(stage.path)) / 3600
     return (stage.seconds or 0.0) * sum(bool(rank.gpus) for rank in stage.ranks) / 3600

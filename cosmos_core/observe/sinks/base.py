@@ -36,9 +36,9 @@ of its grace period is reserved for the checkpoint."""
 
 
 class MetricSink(Protocol):
-    """Interface of metric sinks, the classes that `logging.logger` names; the constructor gets the stage and the first
-    step that this attempt logs. All calls may be slow or raise errors. A built-in metric sink is the class
-    `SomeNameSink` in `some_name.py`, and its attribute `package` names the Python package that it needs."""
+    """Interface of metric sinks, the classes that `logging.logger` names. The constructor gets the stage and the first
+    step that this attempt logs. All calls are allowed to be slow or to raise errors. A built-in metric sink is the
+    class `SomeNameSink` in `some_name.py`, and its attribute `package` names the Python package that it needs."""
 
     starting_step: int
     """First step that the sink has not stored yet. When the sink is opened, it first gets the lines of `metrics.jsonl`
