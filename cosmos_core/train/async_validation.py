@@ -77,7 +77,7 @@ class AsyncValidation:
 
     def wait(self, step: int, on_wait: Callable[[], None]) -> None:
         """Wait until no validation is running, and send the weights of step `step` to restarted engines. `on_wait` is
-        called repeatedly, and may raise an error to stop waiting."""
+        called repeatedly, and can raise an error to stop waiting."""
         while self.step is not None:
             if is_first_rank():
                 self._done_event.wait(_POLL_SECONDS)

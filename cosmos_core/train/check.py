@@ -300,7 +300,7 @@ def _check_tools(
     multi_turn_config: MultiTurnRolloutConfig, tokenizer: PreTrainedTokenizerBase, model: str, revision: str | None,
     prompts_by_split: Mapping[str, Any],
 ) -> list[str]:  # fmt: skip
-    """Load the tools that the policy may call, and check that the chat template can render their results. Return a
+    """Load the tools that the policy can call, and check that the chat template can render their results. Return a
     report line with the names of the tools; empty if the recipe enables none."""
     if not multi_turn_config.enable or not multi_turn_config.enable_tools:
         return []

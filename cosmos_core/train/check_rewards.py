@@ -101,8 +101,9 @@ def make_test_groups(
     prompts_by_split: Mapping[str, Any], split_names: Sequence[str], algorithm_config: AlgorithmConfig,
     media_shape: tuple[int, int, int] | None,
 ) -> list[Group]:  # fmt: skip
-    """Return groups of made-up completions for the first prompts of the splits, with which rewards are tested.
-    `media_shape`: frames (1 for an image), height and width of made-up media; None if completions are text."""
+    """Return groups of made-up completions, with which rewards are tested, for the first prompts of the splits
+    `split_names`. `media_shape`: frames (1 for an image), height and width of made-up media; None if completions are
+    text."""
     response_column_name = getattr(algorithm_config, "response_column_name", "")
     test_groups = []
     for split_name in split_names:

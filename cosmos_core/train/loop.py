@@ -78,7 +78,7 @@ class TrainLoop:
     _start_step: int = 0
     """Step at which this attempt started."""
     _num_updates: int = 0
-    """Number of optimizer steps taken; a train step may have several."""
+    """Number of optimizer steps taken; one train step can have several."""
     _last_metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the newest step, and maxima over all steps for names that end in `_max`. Every checkpoint has these
     metrics, so that a run that is killed after its last step reports the same metrics."""

@@ -248,8 +248,8 @@ def open_rewards(
     reward service for remote rewards.
 
     Reward functions run in killable child processes of the first rank, and remote rewards in a service. Without rewards
-    every score is 0. `max_tokens`: maximum number of tokens of a completion, which rewards may read; None: as in
-    training. `on_wait`: heartbeat function that is called during waits.
+    every score is 0. `max_tokens`: maximum number of tokens of a completion, which is passed to reward functions; None:
+    as in training. `on_wait`: heartbeat function that is called during waits.
     """
     if isinstance(rewards, RemoteRewardConfig):
         yield RemoteRewards(rewards, read_service_endpoints(), on_wait=on_wait).score_groups

@@ -25,6 +25,7 @@ class FlopsUtilization:
             self._num_flops += self._train_flops.total_flops(list(map(self._count_tokens, counted_update.samples)))
 
     def utilization_since_last(self, elapsed_seconds: float) -> float:
-        """Return the utilization, as a fraction, since the previous call, which was `elapsed_seconds` ago."""
+        """Return the utilization as a fraction: the FLOPs counted since the previous call, divided by the FLOPs that
+        the matmul rate allows in `elapsed_seconds`."""
         num_flops, self._num_flops = self._num_flops, 0.0
         return num_flops / max(1e-9, elapsed_seconds) / self._matmul_flops_per_second

@@ -1,8 +1,9 @@
 """Pass rates of prompts: how often a training sampled each prompt, and how its completions were rewarded.
 
-`<stage>/pass_rates.jsonl` has one line per training prompt, also for prompts that were never sampled. Groups that
-dynamic sampling (DAPO) dropped count too. The counts are in checkpoints, so a resumed training writes the same file. A
-later stage can read the file by the key `train.train_policy.dataset.pass_rates`."""
+`<stage>/pass_rates.jsonl` has one line per training prompt, also for prompts that were never sampled. Groups that were
+dropped by dynamic sampling (DAPO) are counted too. The counts are in checkpoints, so a resumed training writes the same
+file. A later stage can read the file by the key `train.train_policy.dataset.pass_rates`.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -25,7 +26,8 @@ class PassRates:
         self._prompt_counts: dict[str, list[float]] = {}
 
     def add(self, scored_groups: Sequence[ScoredGroup]) -> None:
-        """Count sampled groups and their completions with a valid reward."""
+        """Count the groups `scored_groups`, which were sampled for a train step, and their completions with a valid
+        reward."""
         for group in scored_groups:
             prompt = group.group.prompt
             rewards = [(score.value, score.metrics) for score in group.scores if score.value is not None]
@@ -38,11 +40,11 @@ class PassRates:
             self._prompt_counts[prompt_id] = list(map(add, self._prompt_counts.get(prompt_id, [0.0] * 5), new_counts))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts as JSON values."""
+        """Return the counts of each prompt for a checkpoint, as JSON values."""
         return dict(self._prompt_counts)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the counts that `state_dict` returned."""
+        """Restore the counts of each prompt that `state_dict` returned."""
         # Old checkpoints lack the fifth count, completions with a known full reward: copy the second, valid rewards.
         self._prompt_counts = {name: [*counts, *counts[1:2]][:5] for name, counts in state.items()}
 

@@ -139,8 +139,8 @@ def _link_checkpoint(
     workspace: Workspace, folder: Path, step: int, fingerprint: str, stage_fingerprint: str
 ) -> str | None:
     """Link the checkpoint of step `step` and the best checkpoint of another run, which have `fingerprint`, into the
-    stage, and write `stage_fingerprint` to their manifests. Return an error message if the other run, which may still
-    train, has deleted a checkpoint meanwhile; else None. All ranks call this function."""
+    stage, and write `stage_fingerprint` to their manifests. Return an error message if the other run, which is perhaps
+    still running, has deleted a checkpoint meanwhile; else None. All ranks call this function."""
     saved_json_values = read_json_object(step_folder(folder, step) / "policy" / FIRST_RANK_JSON_FILE)
     best_step = broadcast_object((saved_json_values.get("best") or {}).get("step", step))
     linked_steps = [step]

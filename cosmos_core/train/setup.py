@@ -188,8 +188,9 @@ class _TrainingSetup:
         )  # fmt: skip
 
     def _make_feed(self, validation: AsyncValidation | None) -> SampleFeed:
-        """Return the source of the samples of each train step. The policy must still have its initial weights, because
-        this method may compute log-probabilities under the reference policy, which has the same weights."""
+        """Return the source of the samples of each train step. Call this method while the policy still has its initial
+        weights: for some losses, it computes log-probabilities under the reference policy, which has the same
+        weights."""
         recipe, prepared_folder, adapter = self._recipe, self._stage.prepared_folder, self.trainer.adapter
         row_kind = load_row_kind(self._train_policy.rows)
         if self._sampling is None:

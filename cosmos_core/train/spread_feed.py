@@ -82,7 +82,7 @@ class SplitGroupFeed(RolloutFeed):
 
     def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
         """Return the samples and metrics of a train step, without samples if all groups were dropped; None if the data
-        has ended. The last step may be smaller."""
+        has ended. The last train step can have fewer completions than the others."""
         if self.step == self.total_steps or self._has_ended:
             return None
         num_missing_completions = max(0, self._group_plan.completions_per_step - len(self._sample_queue))

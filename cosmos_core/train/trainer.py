@@ -53,7 +53,7 @@ class Trainer:
         self._extra_models: dict[str, ModelAdapter] = {}
         self._train_config, self._progress_writer = train, progress_writer
         self.max_batch_tokens = 0
-        """Number of tokens of the largest micro-batch of this rank so far, without padding; callers may reset it."""
+        """Number of tokens of the largest micro-batch of this rank so far, without padding; callers can reset it."""
         self.speed_settings = SpeedSettings(train.rows_per_pass, num_threads or torch.get_num_threads())
 
     @property
@@ -270,9 +270,10 @@ class Trainer:
     def _plan_micro_batches(
         self, adapter: ModelAdapter, samples: Sequence[Any], max_rows: int, *, is_default_size: bool
     ) -> list[tuple[Sequence[int], int]]:
-        """Return for each micro-batch of this rank the positions of its samples, and that of the sample which an empty
-        micro-batch computes as a placeholder. Samples are sorted by decreasing cost, so that a micro-batch needs little
-        padding. All ranks get the same number of micro-batches; with an empty one, a rank only joins collectives."""
+        """Return for each micro-batch of this rank the positions of its samples, and the position of the sample that
+        the micro-batch computes as a placeholder if it is empty. Samples are sorted by decreasing cost, so that a
+        micro-batch needs little padding. All ranks get the same number of micro-batches; with an empty one, a rank only
+        joins collectives."""
         assigned_batch_ids = [adapter.assigned_batch_id(sample) for sample in samples]
         has_batch_ids = is_default_size and None not in assigned_batch_ids
         batches_by_id: dict[Any, list[int]] = {}

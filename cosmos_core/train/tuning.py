@@ -42,8 +42,8 @@ _GRADIENT_SECONDS = 3.0
 as the gradient computation with the fewest rows per pass and the most threads handles in this time, but at least two
 rows per data-parallel rank."""
 MAX_MEMORY_FRACTION = 0.85
-"""Maximum fraction of the free memory that gradients, the optimizer's moments and the activations of a micro-batch may
-take together. Settings that are expected to need more are not measured."""
+"""Maximum fraction of the free memory for gradients, the optimizer's moments and the activations of a micro-batch.
+Settings that are expected to need more are not measured."""
 _MAX_SLOWDOWN = 1.15
 """Settings count as slow if they take longer than the fastest settings times this factor. After two slow settings in a
 row, the search tries no larger or no smaller numbers of rows."""
@@ -74,8 +74,8 @@ class SettingsSearch:
         is_affordable: Callable[[SpeedSettings, float], bool] = lambda settings, seconds: True,
     ) -> None:
         """Prepare the search over numbers of rows per pass and numbers of threads, both in ascending order. `measure`
-        returns the seconds of settings, infinity if they need too much memory. `is_affordable` returns whether settings
-        may be measured, from the seconds that they will probably take."""
+        returns the seconds of settings, infinity if they need too much memory. `is_affordable` returns whether there is
+        enough time and memory to measure settings, from the seconds that they will probably take."""
         self._pass_sizes, self._thread_counts = pass_sizes, thread_counts
         self._start_settings = SpeedSettings(pass_sizes[0], thread_counts[-1])
         self._measure, self._is_affordable = measure, is_affordable
@@ -328,7 +328,7 @@ class PeakMemory:
         self._idle_bytes = torch.cuda.memory_allocated(device) if self._is_cuda else psutil.Process().memory_info().rss
 
     def reset(self) -> None:
-        """Start to measure a new peak."""
+        """Start a new measurement of the peak memory."""
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
             return
@@ -371,7 +371,7 @@ def rows_per_update(train_config: TrainConfig) -> int:
 
 
 def micro_batch_sizes(train: TrainConfig, num_dp_ranks: int) -> list[int]:
-    """Return the values that `mini_batch` may have, in ascending order, up to the number of rows that one of
+    """Return the possible values of `mini_batch` in ascending order, up to the number of rows that one of
     `num_dp_ranks` data-parallel ranks has in an optimizer step."""
     rows_per_step, max_rows = train.train_batch_per_replica, rows_per_update(train)
     num_divisible_rows = max(1, rows_per_step // num_dp_ranks) if train.train_policy.has_rollouts else rows_per_step

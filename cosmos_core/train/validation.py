@@ -27,7 +27,7 @@ class Validation:
     config: ValidationConfig
     workspace: Workspace
     compute_metrics: MetricsFn | None = None
-    """Function that computes held-out metrics; None: no validation during training."""
+    """Function that computes the metrics of held-out rows or prompts; None: no validation during training."""
     async_validation: AsyncValidation | None = None
     """Runner of the validations that do not stop the training, which are all except the first and the last; None: the
     training waits for each validation."""

@@ -58,8 +58,8 @@ class WeightSets:
 
     @property
     def policy_weights(self) -> dict[str, Tensor]:
-        """Return the policy's current weights by parameter name. They are read at each call, because FSDP may move
-        the parameters in its first forward pass."""
+        """Return the policy's current weights by parameter name. They are read at each call, because FSDP can move the
+        parameters in its first forward pass."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     @contextmanager
