@@ -23,7 +23,7 @@ from cosmos_core.errors import RewardError
 
 STD_EPSILON = 1e-6
 _VARIANCE_EPSILON = 1e-8
-"""Value added to the variance in `whiten`, as in verl and OpenRLHF."""
+"""Value that `whiten` adds to the variance before it takes the square root, as in verl and OpenRLHF."""
 _GDPO_EPSILON = 1e-4
 
 RewardsByGroup = Sequence[Sequence[float | None]]
@@ -100,12 +100,12 @@ def _all_equal(rewards_G: np.ndarray) -> bool:
 
 
 def _mean_centred_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
-    """Return each reward minus the mean of its group (Dr. GRPO, arXiv 2503.20783)."""
+    """Return for each group the rewards minus their mean (Dr. GRPO, arXiv 2503.20783)."""
     return [np.zeros_like(rewards_G) if _all_equal(rewards_G) else rewards_G - rewards_G.mean() for rewards_G in groups]
 
 
 def _grpo_advantages(rewards_by_group: list[np.ndarray]) -> list[np.ndarray]:
-    """Return (reward - mean) / (population std + 1e-6) in each group (GRPO, arXiv 2402.03300)."""
+    """Return for each reward (reward - mean) / (population std + 1e-6), both of its group (GRPO, arXiv 2402.03300)."""
     return [
         centred_G / (rewards_G.std() + STD_EPSILON) if centred_G.any() else centred_G
         for centred_G, rewards_G in zip(_mean_centred_advantages(rewards_by_group), rewards_by_group, strict=True)
@@ -118,14 +118,16 @@ def _rloo_advantages(rewards: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _batch_std_advantages(rewards_by_group: list[np.ndarray]) -> list[np.ndarray]:
-    """Return (reward - mean of its group) / (population std of all rewards of the step + 1e-6) (arXiv 2508.08221)."""
+    """Return for each reward (reward - mean of its group) / (population std of all rewards of the train step + 1e-6)
+    (arXiv 2508.08221)."""
     all_rewards = np.concatenate([*rewards_by_group, np.zeros(0)])
     std = all_rewards.std() if all_rewards.size else 0.0
     return [centred_G / (std + STD_EPSILON) for centred_G in _mean_centred_advantages(rewards_by_group)]
 
 
 def _max_rl_advantages(rewards_by_group: list[np.ndarray]) -> list[np.ndarray]:
-    """Return (reward - mean) / mean in each group, for rewards of 0 and 1 (MaxRL, arXiv 2602.02710)."""
+    """Return for each reward (reward - mean) / mean, with the mean of its group (MaxRL, arXiv 2602.02710). Raise
+    RewardError for negative rewards."""
     min_reward = min((rewards_G.min() for rewards_G in rewards_by_group if rewards_G.size), default=0.0)
     if min_reward < 0:
         raise RewardError(
@@ -173,5 +175,5 @@ ADVANTAGE_RULES: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
     "reinforce++-baseline": _mean_centred_advantages,
     "maxrl": _max_rl_advantages,
 }
-"""Functions that turn the rewards of all groups into advantages, by the name of the rule (`algo`); `advantages` then
-applies `whiten` over tokens to the results of both REINFORCE++ rules."""
+"""Functions that turn the rewards of all groups into advantages, by the name of the rule, the value of the recipe key
+`algo`. For both REINFORCE++ rules, `advantages` then applies `whiten` to the results."""

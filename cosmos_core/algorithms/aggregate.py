@@ -16,7 +16,7 @@ from torch import Tensor
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"]
 
 Metrics = dict[str, Tensor]
-"""Metrics by name, each a float64 tensor `[sum, count]` that is added over micro-batches and ranks."""
+"""Metrics by name. Each is a float64 tensor `[sum, count]`, which is added over micro-batches and ranks."""
 
 
 def compute_denominator(loss_type: LossAggregation, lengths: Iterable[int], max_tokens: int | None = None) -> float:
@@ -58,8 +58,8 @@ def token_metric(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def source_masks(sources: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each label of a data set in `sources`, which has the label of each sample, with a mask of the samples that
-    have the label. Samples of a recipe with a single data set have an empty label, which is not yielded."""
+    """Yield the name of each data set in `sources`, with a mask of its samples. `sources` has for each sample the name
+    of its data set, or an empty string, which is not yielded, if the recipe has only one data set."""
     for name in dict.fromkeys(filter(None, sources)):
         yield name, torch.tensor([source == name for source in sources])
 
@@ -70,9 +70,9 @@ def add_metrics(metrics: Metrics, other_metrics: Metrics) -> Metrics:
 
 
 def compute_means(metric_totals: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the mean (sum over count) of each metric; metrics with count 0 are left out. If importance weights have
-    the metrics NAME (mean) and `NAME_square` (mean square), the result also has the effective sample size as a fraction
-    of the tokens: the squared mean over the mean square (Kish)."""
+    """Return the mean (sum / count) of each metric; metrics with count 0 are left out. For a metric NAME with a metric
+    `NAME_square` of its squares, such as an importance weight, the result also has the effective sample size as a
+    fraction of the tokens: mean^2 / mean of the squares (Kish)."""
     sums_and_counts = {name: metric.tolist() for name, metric in metric_totals.items()}
     metric_means = {name: metric_sum / count for name, (metric_sum, count) in sums_and_counts.items() if count}
     for key, mean in list(metric_means.items()):

@@ -35,14 +35,16 @@ class Loss:
     """Loss and metrics of one micro-batch."""
 
     value: Tensor
-    """Loss of the micro-batch, divided by the denominator of the optimizer step: micro-batches are summed."""
+    """Loss of the micro-batch, divided by the denominator of the whole optimizer step, so that the losses of
+    micro-batches are summed."""
     metrics: Metrics
-    """Metrics as `[sum, count]`, or as numbers, whose mean over micro-batches is reported."""
+    """Metrics of the micro-batch by name, as `[sum, count]` or as numbers; the mean of a number over micro-batches is
+    reported."""
     values: dict[str, Tensor] = field(default_factory=dict)
-    """Per-token values whose quantiles are reported: metric name to a one-dimensional tensor."""
+    """Per-token values whose quantiles are reported, by metric name; each tensor has one dimension."""
 
     def __post_init__(self) -> None:
-        """Convert each metric that is a number to `[number, 1]`, so that it is averaged over micro-batches."""
+        """Convert each metric that is a number to `[number, 1]`, so that the number is averaged over micro-batches."""
         metrics = {name: _to_sum_and_count(name, value) for name, value in self.metrics.items()}
         object.__setattr__(self, "metrics", metrics)
 
@@ -61,16 +63,18 @@ class Update:
     """Whether the derivative of the loss with respect to the log-probabilities is independent of their values, so that
     the backward pass need not run the output head a second time."""
     extra_weights: tuple[str, ...] = ()
-    """Names of further weight sets, such as `old`, under which the model's outputs are computed without gradient. A
-    micro-batch has the outputs as `NAME/OUTPUT`, such as `old/velocity`, computed before those of the policy."""
+    """Names of other versions of the weights, such as `old` for the old policy, with which the model's outputs are also
+    computed, without gradient and before those of the policy. The names of these outputs in a `MicroBatch` are
+    `NAME/OUTPUT`, such as `old/velocity`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the optimizer step that do not depend on the model's outputs."""
     data: Update | None = None
-    """Supervised loss on data rows in the same optimizer step (the data term), as an update; None: no such loss."""
+    """Samples and loss of a data term (supervised loss on rows of a data set) for the same optimizer step; None: no
+    term."""
 
 
 class TrainerView(Protocol):
-    """Methods of the trainer that an algorithm may call."""
+    """Methods of the trainer that algorithms call."""
 
     def evaluate(
         self, samples: Sequence[Any], request: OutputSpec = None, *, weights: str = "policy", size: int | None = None
@@ -85,11 +89,12 @@ class TrainerView(Protocol):
         """
 
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
-        """Set the weight set named `weights` to the policy's weights; with `optimizer`, reset the moments of the
-        optimizer."""
+        """Copy the policy's weights to the model that `weights` names, such as `reference`; with `optimizer`, also
+        reset the moments of the optimizer."""
 
     def move_towards_policy(self, weights: str, fraction: float) -> None:
-        """Move the weight set W named `weights` towards the policy: W + `fraction` * (policy - W)."""
+        """Move the weights W of the model that `weights` names, such as `old`, towards those of the policy: W +
+        `fraction` * (policy - W)."""
 
 
 class Algorithm:
@@ -97,16 +102,17 @@ class Algorithm:
     parameter class of an algorithm, an `AlgorithmConfig`, declares its other needs, such as a reference policy."""
 
     teacher: DistillationConfig | None = None
-    """Settings of distillation from a teacher model, the weight set `teacher`; None: no distillation."""
+    """Settings of distillation from a teacher, whose weights `TrainerView.evaluate` calls `teacher`; None: no
+    teacher."""
     max_tokens: int
-    """Maximum number of tokens in a sequence (`policy.model_max_length`)."""
+    """Maximum number of tokens of a sample (`policy.model_max_length`)."""
     diffusers: DiffusersConfig = DiffusersConfig()
     """Settings for sampling from and training a diffusion model."""
     has_separate_gradients: bool = False
     """Whether the gradient of a sample depends neither on other samples nor on random numbers, so that samples with a
-    gradient of 0 may be skipped; False with dropout, or if the model has an auxiliary loss (mixture of experts)."""
+    gradient of 0 can be skipped; False with dropout, or if the model has an auxiliary loss (mixture of experts)."""
     null_text: Mapping[str, Tensor] | None = None
-    """Embedding of the empty prompt, tensors by name, for classifier-free guidance; None for text models."""
+    """Embedding of the empty prompt for classifier-free guidance, as tensors by name; None for language models."""
     data_term: Callable[[int, Sequence[int], int], Update] | None = None
     """Function that returns the supervised loss on data rows that a diffusion model adds to an optimizer step, from the
     number of the train step, the ids of its prompts, and the number of the optimizer step; steps are counted from 0.
@@ -119,23 +125,23 @@ class Algorithm:
         self.custom, self.sampling = custom, sampling
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
-        """Return the samples to train on, made of the completions of scored groups, and metrics of the groups."""
+        """Return samples to train on, and metrics, from groups of completions of the same prompt with their rewards."""
         raise AssertionError(f"{type(self).__name__} does not learn from rollouts")
 
     def updates(self, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
-        """Yield the optimizer steps of one train step. `view` evaluates samples under the current weights, which the
-        steps yielded before have already changed."""
+        """Yield an `Update` for each optimizer step of one train step, which trains on `samples`. `view` computes
+        outputs of the current weights: each optimizer step is taken before the next is requested."""
         raise AssertionError(f"{type(self).__name__} has no updates")
 
     def after_train_step(self, step: int, view: TrainerView) -> None:
-        """React to the end of train step `step`, counted from 1, even if the train step had no samples and no update.
-        By default, reset the reference policy every `reference_reset_interval` train steps."""
+        """Run at the end of train step `step`, counted from 1, even if the train step had no samples and no optimizer
+        step. By default, reset the reference policy every `reference_reset_interval` train steps."""
         config = self.config
         if isinstance(config, GrpoConfig) and (interval := config.reference_reset_interval) and step % interval == 0:
             view.reset("reference", optimizer=config.reset_optimizer_with_reference)
 
     def measure(self, chunks: Iterable[Sequence[Any]], view: TrainerView, size: int) -> dict[str, float]:
-        """Return metrics of held-out samples: loss in nats per token, perplexity, and top-1 accuracy of the labels.
+        """Return metrics of held-out samples: loss in nats per token, perplexity, and top-1 accuracy of the tokens.
         `chunks`: lists of samples that are evaluated together; `size`: number of samples in a forward pass."""
         loss_sum, num_correct, num_tokens = 0.0, 0.0, 0
         sums_by_source: dict[str, tuple[float, int]] = {}
@@ -159,7 +165,7 @@ class Algorithm:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to checkpoint, as JSON values and tensors."""
+        """Return the state of the algorithm that checkpoints store, as JSON values and tensors."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -187,15 +193,16 @@ def _to_scalar(name: str, value: Any) -> Tensor:
 
 
 def equal_batches(num_samples: int, size: int | None) -> list[slice]:
-    """Return the slices of samples of each optimizer step of a train step, with at most `size` samples each (None: one
-    slice). Sizes differ by at most 1, because otherwise a few remaining samples could get a whole optimizer step."""
+    """Return for each optimizer step of a train step the slice of its samples, at most `size` of `num_samples` (None:
+    one optimizer step). Sizes differ by at most 1, because otherwise a few remaining samples could get an optimizer
+    step of their own."""
     num_batches = -(-num_samples // (size or max(1, num_samples)))
     batch_bounds = [-(-i * num_samples // num_batches) for i in range(num_batches + 1)] if num_batches else []
     return [slice(*slice_bounds) for slice_bounds in pairwise(batch_bounds)]
 
 
 def metric_weights(config: AlgorithmConfig) -> dict[str, float]:
-    """Return the weight of each local or remote reward function, by the name of the function's metric in scores."""
+    """Return the weight of each local or remote reward function, by the function's name in `Score.metrics`."""
     if config.remote_reward_config is not None:
         return {name: reward_fn.weight for reward_fn, name in config.remote_reward_config.metric_names.items()}
     return {name: config.rewards[reward_name] for reward_name, name in metric_names(config.rewards).items()}

@@ -25,7 +25,7 @@ from cosmos_core.algorithms.aggregate import Metrics, apply_mask, token_metric
 from cosmos_core.algorithms.kl import MAX_LOG_RATIO, k3
 
 _TOKEN_COUNT_EPSILON = 1e-8
-"""Value added to the number of tokens of a sequence in `self_normalise_weights`, as in verl."""
+"""Value that `self_normalise_weights` adds to a sequence's number of tokens before the division, as in verl."""
 
 ImportanceWeightRuleName = Literal["none", "truncate", "mask", "sequence-truncate", "sequence-mask"]
 
@@ -44,14 +44,16 @@ class ImportanceWeightRule:
     min_weight: float = 0.0
     max_weight: float = 2.0
     geometric_mean_range: tuple[float, float] | None = None
-    """Range of the geometric mean of w, such as (0.99, 1.01); a sequence outside gets weight 0; None: no limit."""
+    """Accepted range of the geometric mean of w = pi_old / mu over a sequence, such as (0.99, 1.01); other sequences
+    get weight 0; None: all are accepted."""
     max_mean_k3_kl: float | None = None
-    """Upper bound of the mean of w - 1 - log w, the k3 estimate of KL(mu || pi_old), over a sequence, above which the
-    sequence gets weight 0; None: no bound."""
+    """Upper bound of the mean over a sequence of w - 1 - log w with w = pi_old / mu, the k3 estimate of KL(mu ||
+    pi_old); a sequence above it gets weight 0; None: no bound."""
     max_token_k3_kl: float | None = None
-    """Upper bound of w - 1 - log w of a token; a sequence with a token above it gets weight 0; None: no bound."""
+    """Upper bound of w - 1 - log w of a token, with w = pi_old / mu; a sequence with a token above it gets weight 0;
+    None: no bound."""
     weight_divisor: float = 1.0
-    """Divisor of all weights: the mean weight if weights are self-normalised, else 1."""
+    """Divisor of all importance weights: their mean if weights are self-normalised, otherwise 1."""
 
 
 @torch.no_grad()
@@ -66,8 +68,8 @@ def importance_weights(
     Weights apply only to the policy term of the loss, never to a KL term, and the denominator of the loss is unchanged.
     A token whose log-probability under mu is not finite has weight 0; for rollouts such tokens are already excluded
     from the mask and the denominator (`grpo.make_sample`). The metrics are the mean weight and the mean square of the
-    weight (mean^2 / square is the effective fraction of the tokens), and the fractions of tokens whose ratio is above
-    `max_weight`, that a rule rejected, and whose log-probability is not finite.
+    weight, and three fractions of tokens: those whose ratio is above `max_weight`, those that a limit rejects, and
+    those whose log-probability is not finite.
     """
     mask_BT = mask_BT.bool()
     is_logprob_finite_BT = rollout_logprobs_BT.isfinite()
@@ -107,9 +109,10 @@ def importance_weights(
 def self_normalise_weights(
     weight_rule: ImportanceWeightRule, logprobs_by_sample: Iterable[tuple[Tensor, Tensor, Tensor]]
 ) -> ImportanceWeightRule:
-    """Return a copy of `weight_rule` whose `divisor` makes the mean weight 1: the mean over all trained tokens of a
-    step or, with sequence rules, over sequences. The mean includes sequences that are rejected later. For each sample,
-    `logprobs_by_sample` has the log-probabilities under old policy and rollout policy, and the loss mask, shape T."""
+    """Return a copy of `weight_rule` whose `weight_divisor` makes the mean weight 1. The mean is that over all trained
+    tokens of a train step or, for rules on whole sequences, over sequences; it includes sequences that are rejected
+    later. `logprobs_by_sample` has for each sample the log-probabilities under the old policy, those under the rollout
+    policy, and the loss mask, each of shape T."""
     token_weight_rule = replace(weight_rule, geometric_mean_range=None, max_mean_k3_kl=None, max_token_k3_kl=None)
     weight_sum, num_weights = 0.0, 0
     is_per_sequence = weight_rule.name.startswith("sequence")

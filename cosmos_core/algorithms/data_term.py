@@ -17,8 +17,8 @@ from cosmos_core.types import ScoredGroup
 
 
 def make_sft_update(samples: Sequence[Sample], loss_weight: float) -> Update:
-    """Return an update whose loss is `loss_weight` times the mean of -log p over all trained tokens of the samples. The
-    metric `data/nll` is the mean without the factor `loss_weight`."""
+    """Return the `Update` with the data term: its loss is `loss_weight` times the mean of -log p over all trained
+    tokens of `samples`. The metric `data/nll` is this mean without the factor `loss_weight`."""
     loss_denominator = compute_denominator("token-mean", [sample.num_learned for sample in samples])
 
     def loss(micro_batch: MicroBatch) -> Loss:
@@ -32,8 +32,8 @@ class DataTermAlgorithm(Algorithm):
     """Algorithm that adds a data term (supervised loss on data rows) to each optimizer step of another algorithm."""
 
     def __init__(self, algorithm: Algorithm, make_data_term: Callable[[int], Update]) -> None:
-        """Wrap `algorithm`; `make_data_term` returns the supervised update to add to an optimizer step, given the
-        number of the optimizer step, counted from 0 over all train steps."""
+        """Wrap `algorithm`. `make_data_term` is called with the number of an optimizer step, counted from 0 over all
+        train steps, and returns the supervised `Update` to add to this step."""
         super().__init__(algorithm.config, algorithm.custom, algorithm.sampling)
         self.teacher, self.diffusers = algorithm.teacher, algorithm.diffusers
         self._algorithm, self._make_data_term = algorithm, make_data_term

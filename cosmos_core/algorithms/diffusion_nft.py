@@ -70,9 +70,9 @@ class DiffusionNft(FlowRl):
 
 
 def old_policy_decay(decay_type: int, num_updates: int) -> float:
-    """Return the decay d with which the old policy is updated: d * old weights + (1 - d) * policy weights.
+    """Return the decay d of the moving average that updates the old policy: d * old weights + (1 - d) * policy weights.
 
-    `decay_type` 0: d is 0. `decay_type` 1: d grows with `num_updates`, the number of optimizer steps, to 0.5.
+    `decay_type` 0: d is 0. `decay_type` 1: d grows to 0.5 with `num_updates`, the number of optimizer steps so far.
     `decay_type` 2: d is 0 for 75 optimizer steps, then grows to 0.999."""
     if decay_type == 1:
         return min(0.001 * num_updates, 0.5)

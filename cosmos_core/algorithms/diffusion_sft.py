@@ -23,8 +23,9 @@ def velocity_error(predicted_velocity: Tensor, target_velocity: Tensor, mask: Te
 
 
 def flow_loss(micro_batch: MicroBatch, num_samples: int) -> Loss:
-    """Return the weighted sum of the velocity errors of a micro-batch, divided by `num_samples`, the number of samples
-    of the whole optimizer step. SFT has this loss, and RL algorithms can add it as data term."""
+    """Return the sum of the velocity errors of a micro-batch's samples, weighted by noise level and divided by
+    `num_samples`, the number of samples of the whole optimizer step. SFT has this loss, and RL algorithms can add it as
+    data term."""
     target_velocity = compute_velocity(micro_batch.outputs["latents"], micro_batch.outputs["noise"])
     error_B = velocity_error(micro_batch.outputs["velocity"], target_velocity, micro_batch.mask)
     weights_B = torch.tensor(

@@ -74,7 +74,8 @@ def teacher_loss(
 
 
 def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:
-    """Return for each token the sum over n = 1, 2, ... of discount^n times the value n tokens later."""
+    """Return for each token the discounted sum of the values of later tokens: the sum over n >= 1 of discount^n times
+    the value n tokens later."""
     sum_BS, num_summed_terms = values_BS, 1
     # Double the number of terms in `sum_BS` each time, so that few additions sum over a long sequence.
     while discount and num_summed_terms < values_BS.shape[1]:
@@ -113,8 +114,9 @@ def _kl_div(logprobs_BSE: Tensor, other_logprobs_BSE: Tensor) -> Tensor:
 def score_with_teacher(
     config: DistillationConfig, samples: Sequence[Sample], view: TrainerView, request: RequestedOutputs
 ) -> tuple[list[Sample], list[Tensor]]:
-    """Return the samples and, for each sample, the teacher's log-probabilities of its tokens. With `top_k`, these are
-    the log-probabilities of K token ids per token, and the returned samples have these ids as `top_ids`."""
+    """Return the samples and, for each sample, the teacher's log-probabilities of its tokens. With K = `config.top_k`,
+    unless it is 0, these are the log-probabilities of K token ids at each token, and the returned samples have these
+    ids as `top_ids`."""
     teacher_samples, max_batch_tokens = list(samples), config.max_token_len_per_mini_batch
     pass_size = config.mini_batch if max_batch_tokens is None else None
     if config.top_k:
@@ -130,8 +132,8 @@ def score_with_teacher(
 
 
 def unmask_prompt(sample: Sample, num_prompt_tokens: int) -> Sample:
-    """Return the sample with its prompt tokens also in the loss mask, except the first. The policy did not sample
-    prompt tokens, so their rollout log-probabilities are NaN."""
+    """Return the sample with a loss mask that also includes its prompt tokens, except the first. The policy did not
+    sample prompt tokens, so their rollout log-probabilities are NaN."""
     loss_mask = sample.loss_mask.copy()
     loss_mask[1:num_prompt_tokens] = 1
     assert sample.rollout_logprobs is not None
@@ -141,7 +143,7 @@ def unmask_prompt(sample: Sample, num_prompt_tokens: int) -> Sample:
 
 
 def _set_top_token_ids(samples: Sequence[Sample], sample_outputs: Sequence[dict[str, Tensor]]) -> list[Sample]:
-    """Return copies of the samples with the most likely ids `top_ids` of the model outputs, for trained tokens only."""
+    """Return copies of `samples` with `top_ids`: the most likely ids in `sample_outputs` at each trained token."""
     return [
         replace(sample, top_ids=row["top_ids"].cpu().numpy()[sample.loss_mask[1:] == 1])
         for sample, row in zip(samples, sample_outputs, strict=True)

@@ -31,7 +31,7 @@ class PairLogprobs(NamedTuple):
     chosen: Tensor
     rejected: Tensor
     reference_chosen: Tensor
-    """Log-probabilities of the chosen responses under the reference policy; 0 without a reference policy."""
+    """Log-probability of each chosen response under the reference policy; 0 without a reference policy."""
     reference_rejected: Tensor
     num_chosen_tokens: Tensor
     """Number of trained tokens of each chosen response."""
@@ -67,8 +67,9 @@ def preference_loss(
 def source_losses(
     pairs: PairLogprobs, sources: Sequence[str], config: DpoLossConfig, mean_chosen_tokens: float
 ) -> Metrics:
-    """Return the mean loss of the pairs of each data set, as metric `loss/SOURCE`. Their mean, weighted by numbers of
-    pairs, is the loss of the optimizer step. `mean_chosen_tokens`: number of tokens per chosen response of the step."""
+    """Return the mean loss of the pairs of each data set, as metric `loss/SOURCE`. The mean of these losses, weighted
+    by numbers of pairs, is the loss of the optimizer step. `mean_chosen_tokens`: mean number of tokens of the chosen
+    responses of the optimizer step."""
     metrics = {}
     for name, mask_P in source_masks(sources):
         source_pairs = PairLogprobs(*(values_P.detach()[mask_P] for values_P in pairs))
@@ -87,7 +88,7 @@ def _robust_loss(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, conf
 
 
 def _per_token_margin(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-    """Return chosen - rejected for each pair, after each value is divided by the number of tokens of its response."""
+    """Return `chosen_P` - `rejected_P`, where each value is first divided by the number of tokens of its response."""
     return chosen_P / pairs.num_chosen_tokens.clamp(min=1) - rejected_P / pairs.num_rejected_tokens.clamp(min=1)
 
 
@@ -97,7 +98,8 @@ def _simpo_loss(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, confi
 
 
 def _orpo_loss(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
-    """Return the ORPO loss of the odds p / (1 - p), where p is the geometric mean of the tokens' probabilities."""
+    """Return the ORPO loss of each pair, from the odds p / (1 - p) of both responses, where p is the geometric mean of
+    the probabilities of a response's tokens."""
     log_odds = []
     for logps_P, num_tokens_P in ((pairs.chosen, pairs.num_chosen_tokens), (pairs.rejected, pairs.num_rejected_tokens)):
         mean_logprob_P = (logps_P / num_tokens_P.clamp(min=1)).clamp(max=-_MIN_NEG_LOGPROB)
@@ -117,7 +119,8 @@ _PAIR_LOSSES: dict[str, Callable[[PairLogprobs, Tensor, Tensor, DpoLossConfig], 
     "simpo": _simpo_loss,
     "orpo": _orpo_loss,
 }
-"""Loss functions by the name of the loss; each returns the loss of every pair from the rewards of its responses."""
+"""Functions that return the loss of each pair of responses, by the name of the loss in the recipe. Their arguments are
+the log-probabilities, the rewards of the chosen and of the rejected responses, and the settings."""
 
 
 class Dpo(Algorithm):

@@ -25,33 +25,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FlowRollout:
-    """A sampled image or video with its advantage."""
+    """Image or video that a rollout sampled, with its prompt and its advantage."""
 
     diffusion_sample: DiffusionSample
     prompt: Prompt
     advantage: float
     seed: int
-    """Seed of the random numbers that training uses for this rollout."""
+    """Seed of the random numbers, such as noise, with which the algorithm trains on this rollout."""
 
     @property
     def latents(self) -> Tensor:
-        """Return the clean latents, whose size determines the cost of the sample."""
+        """Return the clean latents of the image or video, whose size determines the cost of a training sample."""
         return self.diffusion_sample.latents  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageSettings:
-    """Settings of how the rewards of a group are normalized to advantages."""
+    """Settings with which the rewards of images or videos are normalized to advantages."""
 
     std_scope: Literal["batch", "group"] = "batch"
-    """Whether the standard deviation is taken over all rewards of the train step or over each group."""
+    """Rewards that a standard deviation is computed of: all of the train step (`batch`) or those of each group."""
     divides_by_std: bool = True
-    """Whether to divide by the standard deviation; False: advantages are differences to the mean of the group."""
+    """Whether to divide advantages by a standard deviation; False: they are rewards minus the mean of their group."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
-    """Weights of the reward functions whose values are normalized individually before summing, by metric name; empty:
-    the weighted sum of all reward functions is normalized."""
+    """Weights of reward functions, by metric name, whose values are each normalized before they are summed; empty: the
+    weighted sum of all reward functions is normalized."""
     keeps_equal_reward_groups: bool = False
-    """Whether completions of a group with equal rewards get the advantage 0; False: they get None and are excluded."""
+    """Whether the completions of a group whose rewards are all equal get the advantage 0; False: they get None, and are
+    excluded from training."""
 
 
 def diffusion_advantages(
@@ -76,7 +77,8 @@ def diffusion_advantages(
 
 
 def _sum_normalised_rewards(groups: Sequence[Sequence[Score]], settings: AdvantageSettings) -> list[list[float | None]]:
-    """Return for each completion the weighted sum of the values of reward functions, each normalized individually."""
+    """Return for each completion of each group the weighted sum of the values of all reward functions, after the values
+    of each function are normalized; None: no function has a value."""
     rewards_by_function = []
     for name in settings.reward_weights:
         rewards = [[s.metrics.get(name) if s.value is not None else None for s in scores] for scores in groups]
@@ -90,7 +92,8 @@ def _sum_normalised_rewards(groups: Sequence[Sequence[Score]], settings: Advanta
 def _normalise_rewards(
     rewards_by_group: Sequence[Sequence[float | None]], advantage_settings: AdvantageSettings
 ) -> list[list[float | None]]:
-    """Return (reward - mean of its group) / standard deviation, or exactly 0 in groups of equal rewards."""
+    """Return for each reward (reward - mean of its group) / (std + 1e-4), exactly 0 in groups of equal rewards, and
+    None for an invalid reward. The settings say which standard deviation divides, or none."""
     valid_rewards = [np.array([r for r in rewards if r is not None], dtype=np.float64) for rewards in rewards_by_group]
     all_rewards = np.concatenate([*valid_rewards, np.zeros(0)])
     normalised_rewards: list[list[float | None]] = []
@@ -111,8 +114,9 @@ def _weighted_sum(values: Sequence[float | None], weights: Mapping[str, float]) 
 
 
 def compute_diversity(scored_groups: Sequence[ScoredGroup]) -> float:
-    """Return the mean over prompts of the root mean square difference between the latents of two completions. A falling
-    value shows that the policy generates ever more similar images or videos for different seeds."""
+    """Return the root mean square difference between the latents of two completions of a prompt, averaged over all
+    pairs and then over prompts; 0 without such pairs. A falling value shows that the policy generates ever more similar
+    images or videos for different seeds."""
     latent_distances = []
     for group in scored_groups:
         samples = [completion.diffusion_sample for completion in group.group.completions]
@@ -135,8 +139,8 @@ class RewardMonitor:
         self._is_alarm_on = False
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Return the monitoring metrics of the groups of a train step, and log a warning when `watch/alarm` becomes 1
-        because diversity or a monitored reward has fallen."""
+        """Return the metrics `watch/...` of all groups of a train step, such as their diversity. Log a warning when
+        `watch/alarm` becomes 1 because diversity or a monitored reward has fallen."""
         scores = [score for group in groups for score in group.scores]
         means = {"reward": _mean_or_nan([score.value for score in scores]), "diversity": compute_diversity(groups)}
         means |= {name: _mean_or_nan([score.metrics.get(name) for score in scores]) for name in self._monitored_rewards}
@@ -164,7 +168,7 @@ class RewardMonitor:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the baseline values and whether the alarm is on, to be saved in a checkpoint."""
+        """Return the state to save in a checkpoint: the values of the baselines, and whether the alarm is on."""
         baseline_values = {name: list(values) for name, values in self._baseline_values.items()}
         return {"first": baseline_values, "is_told": self._is_alarm_on}
 

@@ -28,11 +28,11 @@ _SAMPLER_STEP_KEY = "step"
 
 @dataclass(frozen=True, slots=True)
 class _SamplerStep:
-    """One stochastic step of a rollout."""
+    """One stochastic sampler step of the rollout of an image or video."""
 
     rollout: FlowRollout
     step_index: int
-    """Index of the step among the recorded steps of the rollout."""
+    """Index of this sampler step among those whose latents the rollout recorded."""
 
     @property
     def sample(self) -> DiffusionSample:
@@ -40,7 +40,7 @@ class _SamplerStep:
 
     @property
     def noise_levels(self) -> tuple[float, float, float]:
-        """Return the noise levels before and after the step, and the second noise level of the sampler's schedule."""
+        """Return the noise levels before and after this sampler step, and the second one of the sampler's schedule."""
         sigmas, i = self.sample.sigmas, self.sample.steps[self.step_index]
         return sigmas[i], sigmas[i + 1], sigmas[1]
 

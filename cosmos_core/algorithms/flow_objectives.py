@@ -25,14 +25,16 @@ ADVANTAGE_TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "one_only": lambda a: (a > 0).to(a),
     "binary": lambda a: a.sign(),
 }
-"""Transformations of clipped advantages, by the names that the DiffusionNFT implementation uses."""
+"""Functions that transform clipped advantages, by the value of the setting `advantage_mode`, as in the published code
+of DiffusionNFT."""
 
 
 def optimality_probability(
     advantages_B: Tensor, min_advantage: float, max_advantage: float, advantage_mode: str = "all"
 ) -> Tensor:
     """Return the probability r that a sample is optimal (arXiv 2509.16117): 0.5 for an advantage of 0, 1 for
-    `max_advantage`. Advantages are clipped to both bounds and transformed by `ADVANTAGE_TRANSFORMS`."""
+    `max_advantage`. Before, advantages are clipped to [`min_advantage`, `max_advantage`] and transformed by the
+    function `advantage_mode` of `ADVANTAGE_TRANSFORMS`."""
     clipped_advantages_B = ADVANTAGE_TRANSFORMS[advantage_mode](advantages_B.clamp(min_advantage, max_advantage))
     return (clipped_advantages_B / max_advantage / 2 + 0.5).clamp(0, 1)
 
@@ -42,9 +44,9 @@ class NftLosses:
     """Terms of the DiffusionNFT loss, one value per sample."""
 
     policy_loss_B: Tensor
-    """Policy loss that is optimized, without the KL term."""
+    """Policy loss of each sample, with the factor `loss_scale` / beta, without the KL term; it is minimized."""
     unscaled_policy_loss_B: Tensor
-    """Policy loss without the factor `loss_scale` / beta."""
+    """Policy loss of each sample without the factor `loss_scale` / beta, for metrics."""
     kl_B: Tensor
     """Mean squared distance of the policy's velocity to that of the reference policy; 0 without a reference policy."""
     old_policy_distance_B: Tensor
@@ -73,9 +75,10 @@ class NftInputs:
 def nft_loss(inputs: NftInputs, beta: float, loss_scale: float) -> NftLosses:
     """Return the terms of the DiffusionNFT loss (arXiv 2509.16117).
 
-    The positive policy beta v + (1 - beta) v_old is trained on the sample with weight r, and the negative policy (1 +
-    beta) v_old - beta v with weight 1 - r. The loss of either policy is the squared error of its estimate of x0,
-    divided by the mean absolute error without gradient. The policy loss has the factor `loss_scale` / `beta`.
+    The positive policy beta v + (1 - beta) v_old is trained on the sample with the weight r, its probability of being
+    optimal, and the negative policy (1 + beta) v_old - beta v with the weight 1 - r. The loss of either policy is the
+    squared error of its estimate of x0, divided by the mean absolute error without gradient. The policy loss has the
+    factor `loss_scale` / `beta`.
     """
     velocity, old_velocity = inputs.velocity.float(), inputs.old_velocity.detach().float()
     positive_loss_B = _normalised_latent_error(inputs, beta * velocity + (1 - beta) * old_velocity)
@@ -90,7 +93,8 @@ def nft_loss(inputs: NftInputs, beta: float, loss_scale: float) -> NftLosses:
 
 
 def _normalised_latent_error(inputs: NftInputs, velocity: Tensor) -> Tensor:
-    """Return per sample the squared error of the clean latents from `velocity`, divided by the mean absolute error."""
+    """Return for each sample the mean squared error of the clean latents that `velocity` predicts, divided by their
+    mean absolute error."""
     latent_error = estimate_clean_latents(inputs.x.float(), velocity, inputs.sigma_B) - inputs.x0.float()
     mean_abs_error_B = mean_per_sample(latent_error.detach().double().abs(), inputs.mask).clamp(min=_MIN_ABS_ERROR)
     return mean_per_sample(latent_error**2, inputs.mask) / mean_abs_error_B.to(latent_error)
@@ -108,10 +112,11 @@ class FlowGrpoInputs:
     """Log-probability of the step under the policy that sampled the rollout."""
     advantages_B: Tensor
     old_step_mean: Tensor | None = None
-    """Mean of the latents after the step under the policy that sampled the rollout; required by GRPO-Guard."""
+    """Mean of the distribution of the latents after the step under the policy that sampled the rollout; GRPO-Guard
+    needs it."""
     reference_distribution: StepDistribution | None = None
     step_sizes_B: Tensor | None = None
-    """Step size of each sample, the noise level before minus the noise level after; required by GRPO-Guard."""
+    """Step size of each sample: noise level before the step minus noise level after it; GRPO-Guard needs the sizes."""
     mask: Tensor | None = None
     """Mask of video frames: 1 for trained frames, 0 for conditioning frames; None: all frames are trained."""
 
@@ -124,7 +129,7 @@ class FlowGrpoLosses:
     kl_B: Tensor
     ratio_B: Tensor
     is_clipped_B: Tensor
-    """Whether clipping of the ratio removed the gradient of the sample."""
+    """Whether clipping of the probability ratio removed the gradient of the sample."""
 
 
 def flow_grpo_loss(
@@ -132,7 +137,7 @@ def flow_grpo_loss(
 ) -> FlowGrpoLosses:
     """Return the clipped loss of a sampler step of each sample (arXiv 2505.05470), and its KL to the reference policy.
 
-    The ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]; a negative width disables the bound. With
+    The probability ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]; a negative epsilon disables its bound. With
     `uses_grpo_guard`, the log-ratio is normalized as in GRPO-Guard (arXiv 2510.22319). The KL is mean (mu - mu_ref)^2 /
     (2 rate^2), or mean (mu - mu_ref)^2 / 2 for steps without a density, where mu is the mean of the step.
     """

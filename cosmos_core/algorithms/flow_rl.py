@@ -28,9 +28,9 @@ from cosmos_core.rollout.base import request_seed
 from cosmos_core.types import Sampling, ScoredGroup
 
 _TRAINING_SEED_OFFSET = 1 << 20
-"""Number that is added to the index of a completion, so that its training seed differs from its rollout seed."""
+"""Number that is added to the index of a completion in its group, so that its seeds for training and rollout differ."""
 _MAX_EXP_INPUT = 100.0
-"""Upper bound of the exponent with `exp_reward`, against overflow; the loss clips advantages at about 5."""
+"""Upper bound of the exponent with `exp_reward`, so that exp does not overflow; losses clip advantages at about 5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class SeededSample:
 
     @property
     def noise(self) -> Tensor:
-        """Return the noise that is added to the latents, determined by the seed."""
+        """Return the noise that is added to the latents of the sample; it depends only on `seed` and their shape."""
         return make_noise(self.latents.shape, self.seed)
 
 
@@ -57,7 +57,7 @@ class FlowRl(Algorithm):
 
     config: FlowPolicyConfig
     keeps_equal_reward_groups: ClassVar[bool] = False
-    """Whether the algorithm trains on groups whose rewards are all equal."""
+    """Whether the algorithm also trains on groups of completions whose rewards are all equal."""
 
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
         super().__init__(config, custom, sampling)
@@ -67,7 +67,7 @@ class FlowRl(Algorithm):
         self._reward_weights = {name: weight for name, weight in reward_weights.items() if weight}
         self._train_step = self._num_updates = 0
         self._prompt_ids: list[int] = []
-        """Ids of the prompts of the train step, one for each of its groups."""
+        """Ids of the prompts of the current train step, one for each group of completions."""
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Any], dict[str, float]]:
         """Return the completions that have a valid reward, with their advantages, and metrics of the groups. Groups
@@ -96,8 +96,8 @@ class FlowRl(Algorithm):
         return rollouts, metrics | self._reward_monitor.metrics(groups)
 
     def updates(self, samples: Sequence[FlowRollout], view: TrainerView) -> Iterator[Update]:
-        """Yield optimizer steps of at most `batch_size_per_optimize` completions. Batches without a learning signal,
-        for which `make_optimizer_update` returns None, are skipped."""
+        """Yield the optimizer steps of a train step, each for at most `batch_size_per_optimize` completions. Batches
+        without a learning signal, for which `make_optimizer_update` returns None, are skipped."""
         for batch in equal_batches(len(samples), self.config.batch_size_per_optimize):
             if (update := self.make_optimizer_update(samples[batch])) is not None:
                 if self.data_term is not None:
@@ -123,6 +123,7 @@ class FlowRl(Algorithm):
 
 
 def sum_metrics(**values_B: Tensor) -> Metrics:
-    """Return the metric [sum, count] of each tensor over samples; callers add metrics over micro-batches and ranks."""
+    """Return for each keyword argument, a tensor with one value per sample, the metric [sum, count] of the same name;
+    callers add these metrics over micro-batches and ranks."""
     flat_values = {name: value_B.detach().double().flatten() for name, value_B in values_B.items()}
     return {name: torch.stack([v.sum(), v.new_tensor(float(v.numel()))]) for name, v in flat_values.items()}

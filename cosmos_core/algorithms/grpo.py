@@ -35,37 +35,42 @@ _AIPO_OBJECTIVES = {"weighted": "aipo", "clamped": "aipo_clamped"}
 
 @dataclass(frozen=True, slots=True)
 class _UpdateInputs:
-    """Inputs of one optimizer step (update); each sequence has one element per sample."""
+    """Inputs of the loss of one optimizer step (update). Each field of type `Sequence` has one element per sample."""
 
     samples: Sequence[Sample]
     all_samples: Sequence[Sample]
-    """All samples of the optimizer step, for its denominators, including those that are not run through the model."""
+    """All samples of the optimizer step, for the denominators of its loss. Some, whose gradient is 0, are not run
+    through the model."""
     old_logprobs: Sequence[Tensor] | None
-    """Log-probabilities before the first update of the train step; None if there is only one update."""
+    """Log-probabilities under the old policy: the policy before the first update of the train step or, with
+    `use_rollout_logprobs_for_loss`, the rollout policy. None: the old policy is the current policy."""
     reference_logprobs: Sequence[Tensor] | None
     teacher_logprobs: Sequence[Tensor] | None
     """Log-probabilities of the tokens under the teacher model; None: no teacher."""
     token_returns: Sequence[Tensor] | None
-    """Per-token advantages, which replace those of completions; None unless the reward includes the KL penalty."""
+    """Advantages of tokens, which replace those of their completions; None unless rewards include a KL penalty."""
     high_entropy_masks: Sequence[Tensor] | None
     """Masks of the high-entropy tokens that the policy loss includes; None: all tokens."""
     weight_rule: ImportanceWeightRule | None
     """Rule for the importance weights of tokens that another policy sampled; None: no weights."""
     is_first_update: bool
-    """Whether this is the first update of the train step."""
+    """Whether this is the first optimizer step of the train step."""
 
 
 class _MicroBatchLogprobs(NamedTuple):
-    """Log-probabilities of a micro-batch that the loss compares with those under the current policy."""
+    """Log-probabilities of a micro-batch's tokens under other policies than the current one, for the policy loss."""
 
     old_logprobs_BS: Tensor | None
-    """Log-probabilities before the first update of the train step; None if there is only one update."""
+    """Log-probabilities under the old policy: the policy before the first update of the train step or, with
+    `use_rollout_logprobs_for_loss`, the rollout policy. None: the old policy is the current policy."""
     preupdate_logprobs_BS: Tensor
-    """Log-probabilities before the update, without gradient; the current ones if `old_logprobs_BS` is None."""
+    """Log-probabilities under the old policy, without gradient: `old_logprobs_BS` or, if it is None, the policy's
+    current ones."""
     rollout_logprobs_BS: Tensor | None
-    """Log-probabilities of the rollouts; `preupdate_logprobs_BS` at tokens that were not sampled; None: unknown."""
+    """Log-probabilities that the rollout engine sampled the tokens with; those of the old policy at tokens that were
+    not sampled; None: a sample has no rollout log-probabilities."""
     is_sampled_BS: Tensor
-    """Mask of the trained tokens that the policy sampled."""
+    """Mask of the trained tokens that the policy sampled. With distillation, tokens of prompts can be trained too."""
 
 
 class Grpo(Algorithm):
@@ -74,7 +79,8 @@ class Grpo(Algorithm):
     config: GrpoConfig
 
     def __init__(self, config: GrpoConfig, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
-        """Store the settings; without `sampling`, completions are sampled from softmax(logits / temperature)."""
+        """Store the settings. `sampling`: sampling settings of the completions; None: softmax(logits / temperature)
+        samples them."""
         super().__init__(config, custom, sampling)
         self._requested_outputs = RequestedOutputs(config.temperature)
         self._weight_rule = _make_weight_rule(config, sampling)
@@ -90,7 +96,9 @@ class Grpo(Algorithm):
         )  # fmt: skip
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
-        """Return the completions with a valid reward as samples, and metrics; other completions affect no advantage."""
+        """Return the completions of all groups that have a valid reward as samples with advantages, and metrics of the
+        groups. Other completions do not affect these advantages. With `mask_truncated_completions`, truncated
+        completions are left out."""
         config = self.config
         rewards = [[score.value for score in group.scores] for group in groups]
         prefix_lengths = [[0] * len(group.scores) for group in groups]
@@ -146,7 +154,7 @@ class Grpo(Algorithm):
         return batch_within_token_limit(samples, config.max_token_len_per_mini_batch), metrics
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
-        """Yield the optimizer steps of `mu_iterations` passes over the samples."""
+        """Yield the optimizer steps of one train step, which makes `mu_iterations` passes over `samples`."""
         all_samples = [samples[batch] for batch in equal_batches(len(samples), self.config.batch_size_per_optimize)]
         is_scaled_by_advantage = not self.teacher and can_skip_zero_advantage(self.config, self._policy_settings)
         skips_samples = self.has_separate_gradients and is_scaled_by_advantage
@@ -229,7 +237,8 @@ class Grpo(Algorithm):
     def _policy_loss(
         self, micro_batch: MicroBatch, inputs: _UpdateInputs, logprobs: _MicroBatchLogprobs
     ) -> tuple[Tensor, Metrics]:
-        """Return the loss of each token, including importance weights and the teacher's contribution, and metrics."""
+        """Return the policy loss of each token of a micro-batch, and metrics of the loss. The loss includes importance
+        weights, the KL penalty, the entropy bonus and the terms of the teacher model, if they are configured."""
         metrics: Metrics = {}
         token_weights_BS = None
         if inputs.weight_rule is not None:
@@ -304,8 +313,9 @@ def _make_weight_rule(config: GrpoConfig, sampling: Sampling | None) -> Importan
 
 
 def _pad_micro_batch(rows: Sequence[Tensor] | None, micro_batch: MicroBatch) -> Tensor | None:
-    """Return the rows of the samples of a micro-batch, each of a number or vector per token, as one tensor padded with
-    zeros, like `logprobs_BS`; None if `rows`, one per sample, is None."""
+    """Return one tensor of the `rows` of a micro-batch's samples, padded with zeros to the shape of
+    `micro_batch.logprobs_BS`. `rows` has a row for each sample of the update, with a number or vector per token; None
+    if `rows` is None."""
     if rows is None:
         return None
     padded_BS = micro_batch.logprobs_BS.new_zeros((*micro_batch.logprobs_BS.shape, *rows[0].shape[1:]))
@@ -322,7 +332,8 @@ def _make_rollout_logprob_row(sample: Sample) -> Tensor:
 
 
 def _make_importance_ratio_rows(sample: Sample, old_logprobs_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return old log-probabilities, rollout log-probabilities and mask of one sample, for `self_normalise_weights`."""
+    """Return the inputs of `self_normalise_weights` for one sample: log-probabilities under the old policy, those of
+    the rollout, and the mask of tokens that have both."""
     rollout_logprobs_S = _make_rollout_logprob_row(sample).to(old_logprobs_S)
     loss_mask_S = torch.as_tensor(sample.loss_mask[1:], device=old_logprobs_S.device)
     return old_logprobs_S, rollout_logprobs_S, loss_mask_S.bool() & ~rollout_logprobs_S.isnan()

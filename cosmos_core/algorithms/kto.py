@@ -24,7 +24,7 @@ class LabelledLogprobs(NamedTuple):
 
     logps_B: Tensor
     reference_logps_B: Tensor
-    """Log-probabilities under the reference policy."""
+    """Log-probability of each response under the reference policy, summed over its trained tokens."""
     is_desirable_B: Tensor
 
 
@@ -48,7 +48,8 @@ def unpaired_loss(
 
 
 def source_losses(responses: LabelledLogprobs, sources: Sequence[str], kl: Tensor, config: KtoLossConfig) -> Metrics:
-    """Return the mean loss of the responses of each data set of a mixture, as metric `loss/SOURCE`."""
+    """Return the mean loss of the responses of each data set of a mixture, as metric `loss/SOURCE`; empty for a single
+    data set. `kl` is the estimate of the KL divergence from the reference policy."""
     metrics = {}
     for name, mask_B in source_masks(sources):
         source_responses = LabelledLogprobs(*(values_B.detach()[mask_B] for values_B in responses))
@@ -84,9 +85,10 @@ class Kto(Algorithm):
         yield Update(samples, loss)
 
     def measure(self, chunks: Iterable[Sequence[Sample]], view: TrainerView, size: int) -> dict[str, float]:
-        """Return loss (total and per data set) and mean rewards of held-out rows, with one KL estimate for all rows.
-        `chunks` alternate between the labelled sample of a row and a sample with the response of another row; both
-        carry their reference log-probabilities. `size`: number of samples in a forward pass."""
+        """Return metrics of held-out rows: the loss, in total and of each data set, and mean rewards. One estimate of
+        the KL divergence is used for all rows. `chunks` alternate between the labelled sample of a row and a sample
+        with the response of another row; both carry their reference log-probabilities. `size`: number of samples in a
+        forward pass."""
         labels: list[bool] = []
         sources: list[str] = []
         logps, reference_logps, log_ratios = [], [], []

@@ -27,20 +27,21 @@ class PolicyLossInputs:
     """Log-probabilities (log pi) of the sampled tokens under the current policy, with gradient."""
     advantages_B: Tensor
     mask_BT: Tensor
-    """Loss mask: 1 where the policy sampled the token; 0 in rows whose completion has no valid reward."""
+    """Loss mask: 1 for tokens that count in the loss, 0 for all others."""
     old_logprobs_BT: Tensor | None = None
     """Log-probabilities under the old policy, the policy before the first update on the samples; None: the current
     policy is the old policy, so that the probability ratio is 1."""
     ref_logprobs_BT: Tensor | None = None
-    """Log-probabilities under the reference policy; required if `kl_beta` > 0, otherwise used for the metric `kl`."""
+    """Log-probabilities of the tokens under the reference policy, for the KL penalty and the metric `kl`; None: there
+    is neither, and `kl_beta` is 0."""
     entropy_BT: Tensor | None = None
     """Entropy of the policy at each token, for the metric `entropy` and, with gradient, for the entropy bonus."""
     weights_BT: Tensor | None = None
     """Importance weights of tokens that were sampled from another policy mu (see `correction`); None: all are 1."""
     rollout_logprobs_BT: Tensor | None = None
-    """Log-probabilities under mu, the distribution of the rollouts; required by AIPO and the off-policy mask."""
+    """Log-probabilities under mu, from which rollouts sampled the tokens; AIPO and the off-policy mask need them."""
     token_advantages_BT: Tensor | None = None
-    """Per-token values that are added to the advantage of the sequence; None: nothing is added."""
+    """Values of tokens that are added to the advantage of their sequence; None: nothing is added."""
 
 
 class PolicyLoss(NamedTuple):
@@ -51,8 +52,9 @@ class PolicyLoss(NamedTuple):
 
 
 def policy_loss(loss_inputs: PolicyLossInputs, settings: PolicySettings) -> PolicyLoss:
-    """Return the objective's loss per token, plus `kl_beta` times the KL to the reference, minus `entropy_coeff` times
-    entropy. Weights and off-policy mask apply to the objective; `logprobs_BT` and `entropy_BT` have gradients."""
+    """Return the objective's loss of each token, plus `kl_beta` times the KL to the reference policy, minus
+    `entropy_coeff` times the entropy. Importance weights and the off-policy mask apply only to the objective. Gradients
+    flow through `logprobs_BT` and `entropy_BT`."""
     mask_BT = loss_inputs.mask_BT.bool()
     logprobs_BT = apply_mask(loss_inputs.logprobs_BT, mask_BT)
     old_logprobs_BT = loss_inputs.logprobs_BT if loss_inputs.old_logprobs_BT is None else loss_inputs.old_logprobs_BT
@@ -91,8 +93,8 @@ def policy_loss(loss_inputs: PolicyLossInputs, settings: PolicySettings) -> Poli
 
 
 def scales_with_advantage(policy_settings: PolicySettings) -> bool:
-    """Return True if a token with an advantage of 0 has a loss and a gradient of exactly 0, as its objective declares;
-    the KL penalty and the entropy bonus have a gradient at every token."""
+    """Return True if a token with an advantage of 0 has a loss and a gradient of exactly 0: the objective declares
+    `SCALES_WITH_ADVANTAGE`, and there is no KL penalty or entropy bonus, which have gradients at every token."""
     is_objective_scaled: bool = getattr(_import_objective(policy_settings), "SCALES_WITH_ADVANTAGE", False)
     return is_objective_scaled and not policy_settings.kl_beta and not policy_settings.entropy_coeff
 

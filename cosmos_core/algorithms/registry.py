@@ -48,7 +48,8 @@ def make_algorithm(recipe: Recipe, sampling: Sampling | None = None) -> Algorith
 
 
 def credit_groups(algorithm: Algorithm, groups: Sequence[ScoredGroup]) -> tuple[list[Any], dict[str, float]]:
-    """Return the samples and metrics that an algorithm makes of scored groups; raise ConfigError for another result."""
+    """Return the samples and metrics that the algorithm's method `credit` makes of groups of completions with rewards;
+    raise ConfigError if a user-defined method returns a value of another type."""
     credit_result: Any = algorithm.credit(groups)
     if isinstance(credit_result, tuple) and len(credit_result) == 2 and isinstance(credit_result[1], Mapping):
         # A user's generator is exhausted first, so that its own errors are not taken for a wrong return value.
@@ -61,7 +62,8 @@ def credit_groups(algorithm: Algorithm, groups: Sequence[ScoredGroup]) -> tuple[
 
 
 def iterate_updates(algorithm: Algorithm, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
-    """Yield the optimizer steps that an algorithm makes of samples; raise ConfigError for another value."""
+    """Yield the optimizer steps that the algorithm's method `updates` makes of `samples`; raise ConfigError if a
+    user-defined method yields anything but an `Update`."""
     updates: Any = algorithm.updates(samples, view)
     for update in updates if isinstance(updates, Iterable) else [updates]:
         if not isinstance(update, Update):
@@ -72,7 +74,7 @@ def iterate_updates(algorithm: Algorithm, samples: Sequence[Any], view: TrainerV
 
 
 def make_algorithm_error(config: AlgorithmConfig, user_function: Any, problem: str) -> ConfigError:
-    """Return the error about a function of a user-defined algorithm, with its file and line."""
+    """Return the error about `problem` in `user_function` of a user-defined algorithm, with its file and line."""
     code_object = getattr(inspect.unwrap(user_function), "__code__", None)
     source_location = f" ({code_object.co_filename}:{code_object.co_firstlineno})" if code_object else ""
     name = getattr(user_function, "__name__", "its loss")

@@ -15,8 +15,8 @@ from cosmos_core.data.sample import Sample
 
 
 def high_entropy_masks(samples: Sequence[Sample], entropies: Sequence[Tensor], top_fraction: float) -> list[Tensor]:
-    """Return a mask of shape S per sample: True at trained tokens whose entropy reaches the quantile 1 - `top_fraction`
-    over all trained tokens of `samples`, so that masks do not depend on micro-batches."""
+    """Return for each sample a mask of shape S: True at trained tokens whose entropy is at least the quantile 1 -
+    `top_fraction` over all trained tokens of `samples`. The masks therefore do not depend on micro-batches."""
     samples_and_entropies = zip(samples, entropies, strict=True)
     masks = [torch.as_tensor(s.loss_mask[1:], device=entropy_S.device).bool() for s, entropy_S in samples_and_entropies]
     trained_entropies = torch.cat([entropy_S[mask_S] for entropy_S, mask_S in zip(entropies, masks, strict=True)])

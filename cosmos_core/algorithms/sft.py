@@ -21,7 +21,8 @@ def sft_loss(logprobs_BT: Tensor, loss_mask_BT: Tensor, loss_denominator: float)
 
 
 def source_losses(batch: MicroBatch) -> Metrics:
-    """Return the mean negative log-likelihood of the labels of each data set of a mixture, as metric `loss/SOURCE`."""
+    """Return the mean negative log-likelihood of the trained tokens of each data set of a mixture, as metric
+    `loss/SOURCE`; empty for a single data set."""
     return {
         f"loss/{name}": token_metric(-batch.logprobs_BS, batch.mask_BS * mask_B.unsqueeze(-1).to(batch.mask_BS))
         for name, mask_B in source_masks([sample.source for sample in batch.samples])

@@ -18,7 +18,7 @@ MIN_COMPARED_COMPLETIONS = 4
 
 
 def can_skip_zero_advantage(config: GrpoConfig, policy_settings: PolicySettings) -> bool:
-    """Return whether a completion with an advantage of 0 has no gradient and changes the loss of no other completion.
+    """Return True if a completion with an advantage of 0 has no gradient and does not change other completions' loss.
 
     A loss term without the advantage always has a gradient; a reference policy adds such a term or changes the
     advantages of tokens; entropy quantiles and normalised weights depend on all completions of the step."""
@@ -36,8 +36,8 @@ def drop_zero_gradient_samples(
 ) -> tuple[list[Sample], list[slice], dict[str, float]]:
     """Return a list of the samples to run through the model, the slice of the list for each optimizer step, and the
     metric `ZERO_GRADIENT_METRIC`. `samples_by_step` has the samples of each optimizer step. With
-    `skips_zero_advantage`, samples with an advantage of 0 are left out of the list, unless fewer than
-    `MIN_COMPARED_COMPLETIONS` other text samples of the step, or samples with images, remain."""
+    `skips_zero_advantage`, samples with an advantage of 0 are left out of the list. Some of them are kept if fewer than
+    `MIN_COMPARED_COMPLETIONS` samples without images, or with images, would remain in an optimizer step."""
     selected_samples: list[Sample] = []
     batch_slices, num_zero_gradient = [], 0
     for samples in samples_by_step:

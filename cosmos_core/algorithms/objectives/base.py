@@ -46,14 +46,16 @@ class ObjectiveInputs:
     log_ratio_BT: Tensor
     """Log-ratios of the policy to the old policy, log pi - log pi_old, with gradient."""
     rollout_log_ratio_BT: Tensor | None
-    """Log-ratios log pi - log mu without gradient, where mu is the sampled distribution; None: unknown."""
+    """Log-ratios log pi - log mu without gradient, where mu is the distribution from which the rollout sampled the
+    tokens; None: unknown."""
     advantages_B1: Tensor
-    """Advantage of each sequence; shape BT if it differs between tokens of a sequence."""
+    """Advantage of each sequence, shape (B, 1); shape (B, T) if tokens of a sequence have different advantages."""
     mask_BT: Tensor
 
 
 def capped_metrics(ratio_BT: Tensor, loss_inputs: ObjectiveInputs, policy_settings: PolicySettings) -> Metrics:
-    """Return metrics: the fraction of tokens whose ratio exceeds `ratio_cap`, in total and by sign of the advantage."""
+    """Return the metrics `clip_high...`: the fraction of tokens whose probability ratio exceeds
+    `policy_settings.ratio_cap`, in total and by the sign of the advantage."""
     is_capped_BT = ratio_BT > policy_settings.ratio_cap
     return {
         "clip_high": token_metric(is_capped_BT, loss_inputs.mask_BT),

@@ -24,7 +24,8 @@ def clip(loss_inputs: ObjectiveInputs, policy_settings: PolicySettings) -> tuple
 
 
 def clipped_loss(ratio_BT: Tensor, inputs: ObjectiveInputs, policy_settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return the larger of the clipped and unclipped loss of each token, and the fractions of clipped tokens."""
+    """Return the larger of the clipped and the unclipped PPO loss of each token, from the probability ratios
+    `ratio_BT`, and the fractions of clipped tokens as metrics."""
     min_ratio = 1 - policy_settings.epsilon_low if policy_settings.epsilon_low >= 0 else -math.inf
     max_ratio = 1 + policy_settings.epsilon_high if policy_settings.epsilon_high >= 0 else math.inf
     advantages_B1 = inputs.advantages_B1

@@ -15,9 +15,9 @@ SCALES_WITH_ADVANTAGE = True
 
 
 def dppo_kl(loss_inputs: ObjectiveInputs, policy_settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return the DPPO loss per token, which is 0 outside the trust region of a small KL(old policy || policy). The
-    bound is epsilon_high if the advantage is above 0 and the token's probability has risen, and epsilon_low if the
-    advantage is not above 0 and the probability has fallen. All other tokens are inside the region."""
+    """Return the DPPO loss of each token, which is 0 outside the trust region. A token is outside if KL(old policy ||
+    policy) exceeds a bound: epsilon_high if the advantage is above 0 and the token's probability has risen, epsilon_low
+    if the advantage is not above 0 and the probability has fallen. All other tokens are inside."""
     probability_BT, old_probability_BT = token_probabilities(loss_inputs)
     other_log_ratio_BT = torch.log((1 - old_probability_BT + _PROB_EPSILON) / (1 - probability_BT + _PROB_EPSILON))
     kl_BT = -old_probability_BT * loss_inputs.log_ratio_BT.detach() + (1 - old_probability_BT) * other_log_ratio_BT

@@ -13,8 +13,9 @@ SCALES_WITH_ADVANTAGE = True
 
 
 def dppo_tv(inputs: ObjectiveInputs, policy_settings: PolicySettings) -> tuple[Tensor, Metrics]:
-    """Return the DPPO loss per token, which is 0 outside the trust region: for an advantage above 0 if the probability
-    has risen by more than epsilon_high, else if it has fallen by more than epsilon_low."""
+    """Return the DPPO loss of each token, which is 0 outside the trust region. A token with an advantage above 0 is
+    outside if its probability has risen by more than epsilon_high, any other token if it has fallen by more than
+    epsilon_low."""
     probability_BT, old_probability_BT = token_probabilities(inputs)
     change_BT = probability_BT - old_probability_BT
     max_decrease, max_increase = divergence_bounds(policy_settings)
@@ -23,7 +24,8 @@ def dppo_tv(inputs: ObjectiveInputs, policy_settings: PolicySettings) -> tuple[T
 
 
 def divergence_bounds(settings: PolicySettings) -> tuple[float, float]:
-    """Return the maximum divergence of a token that became less likely, and of one that became more likely."""
+    """Return the bounds of the trust region: the maximum divergence of a token whose probability has fallen, and of one
+    whose probability has risen. A negative epsilon gives infinity."""
     max_decrease, max_increase = (math.inf if e < 0 else e for e in (settings.epsilon_low, settings.epsilon_high))
     return max_decrease, max_increase
 
@@ -32,7 +34,8 @@ def trust_region_loss(
     loss_inputs: ObjectiveInputs, policy_settings: PolicySettings, is_in_trust_region_BT: Tensor
 ) -> tuple[Tensor, Metrics]:
     """Return the loss -sg[min(rho, ratio_cap)] A log pi of tokens inside the trust region, 0 for others, with rho = pi
-    / pi_old and advantage A (sg: no gradient), and the fractions of tokens outside by the sign of the advantage."""
+    / pi_old and advantage A (sg stops the gradient). Also return the fractions of tokens outside as metrics, by the
+    sign of the advantage."""
     ratio_BT = probability_ratio(loss_inputs.log_ratio_BT.detach()).clamp(max=policy_settings.ratio_cap)
     loss_BT = -ratio_BT * is_in_trust_region_BT * loss_inputs.advantages_B1 * loss_inputs.logprobs_BT
     return loss_BT, {
