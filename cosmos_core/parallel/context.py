@@ -25,7 +25,8 @@ ULYSSES_ATTENTION = "ulysses"
 def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, attention_name: str, tp_size: int) -> None:
     """Make the attention of a model exchange tokens and heads over the ranks of `mesh`. `attention_name` is the name
     under which transformers has registered the attention function for packed rows; tensor parallelism has split the
-    heads over `tp_size` ranks. Raise ModelError for other attention, or if the ranks do not divide the heads."""
+    heads over `tp_size` ranks. Raise ModelError if the model uses another attention function, or if its heads cannot be
+    divided among the ranks."""
     check_head_split(model, "cp_size", mesh.size(), tp_size)
     if model.config.get_text_config()._attn_implementation != attention_name:
         raise ModelError(
@@ -51,9 +52,10 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, attention_name: str, tp_s
 def shard_rows(
     inputs: dict[str, Any], scored_index_N: Tensor, mesh: DeviceMesh
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """Return this rank's shard of the inputs of packed rows, with `shift_labels`; the indices of its scored tokens in
-    the shard; and a mask that is True for these tokens among all scored tokens, whose indices are `scored_index_N`.
-    Sequence bounds stay those of the whole packed rows, whose length must be divisible by the number of ranks."""
+    """Return a tuple: this rank's shard of the model inputs of packed rows, with `shift_labels`, the next token of each
+    token; the indices in the shard of the scored tokens, whose outputs the loss needs; and a mask of these among all N
+    scored tokens, whose indices in the packed rows are `scored_index_N`. Sequence bounds stay those of the whole packed
+    rows, whose length must be divisible by the number of ranks."""
     ids_1P = inputs["input_ids"]
     shard_length, num_remaining_tokens = divmod(ids_1P.shape[1], mesh.size())
     assert not num_remaining_tokens, "packed rows are as long as `collate_rows` was told to fill them"
@@ -65,8 +67,9 @@ def shard_rows(
 
 
 def gather_scored_tokens(local_values: Tensor, is_local_N: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the values of all scored tokens on every rank; `local_values` are the values of the scored tokens in this
-    rank's shard. In the backward pass each rank gets the gradients of its own values."""
+    """Return on every rank the values of all scored tokens (tokens whose outputs the loss needs). `local_values` are
+    the values of those in this rank's shard, which `is_local_N` marks. In the backward pass each rank gets the
+    gradients of its own values."""
     return _GatherScoredTokens.apply(local_values, is_local_N, mesh.get_group())  # type: ignore[no-any-return]
 
 
@@ -79,7 +82,7 @@ def all_to_all(tensor: Tensor, split_dim: int, concat_dim: int, group: dist.Proc
 
 
 class _GatherScoredTokens(torch.autograd.Function):
-    """Differentiable gather of values per token from the ranks whose shards contain the tokens."""
+    """Differentiable gather of one value per token from the ranks that compute the values."""
 
     @staticmethod
     def forward(ctx: Any, local_values: Tensor, is_local_N: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -36,7 +36,7 @@ def all_gather(local_value: T, group: dist.ProcessGroup | None = None) -> list[T
 
 
 def broadcast(local_value: T, source_rank: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """Return on every rank of a process group the value of the rank with global number `source_rank`."""
+    """Return on every rank of a process group the `local_value` of the rank with the global number `source_rank`."""
     is_source_rank = dist.get_rank() == source_rank
     serialized_value = _serialize(local_value) if is_source_rank else torch.empty(0, dtype=torch.uint8)
     num_bytes = torch.tensor([len(serialized_value)])

@@ -27,8 +27,8 @@ _TOKEN_DISPATCH_STYLE = "ep_dispatch_experts"
 
 
 def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> None:
-    """Keep this rank's experts of every layer, sharded over `mesh.ep_fsdp`, and dispatch tokens to experts of other
-    ranks; call this function before `apply_fsdp`. Raises the errors of `find_split_experts`."""
+    """Apply expert parallelism: keep this rank's experts of every layer, sharded over `mesh.ep_fsdp`, and dispatch
+    tokens to experts of other ranks. Call this function before `apply_fsdp`; for errors see `find_split_experts`."""
     # `EpDispatchExpertsParallel` is not imported at module level, because transformers 5.17 lacks it.
     from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
@@ -46,8 +46,8 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> N
 
 def find_split_experts(model: PreTrainedModel, num_ranks: int, *, allows_no_experts: bool = False) -> list[Any]:
     """Return the modules with the experts of each layer, which expert parallelism distributes over `num_ranks` ranks.
-    Raise ModelError if no plan dispatches tokens; the model has no experts, unless `allows_no_experts`; an adapter
-    wraps the experts; or their number is not divisible by the number of ranks."""
+    Raise ModelError if the model has no expert-parallel plan that dispatches tokens, if an adapter wraps the experts,
+    if their number is not divisible by `num_ranks`, or, without `allows_no_experts`, if the model has no experts."""
     expert_patterns = [pattern for pattern, style in model.ep_plan.items() if style == _TOKEN_DISPATCH_STYLE]
     expert_modules = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
     error_prefix = f"policy.parallelism.ep_size = {num_ranks}: {type(model).__name__}"
@@ -64,7 +64,8 @@ def find_split_experts(model: PreTrainedModel, num_ranks: int, *, allows_no_expe
 
 
 def keep_local_experts(experts: Any, expert_mesh: DeviceMesh) -> None:
-    """Keep this rank's experts of a layer, whose number is divisible by the number of ranks, and remove the others."""
+    """Keep this rank's experts in `experts`, the module with all experts of a layer, and remove the others. The number
+    of experts must be divisible by the number of ranks."""
     num_ranks = expert_mesh.size()
     for name, parameter in experts.named_parameters():
         local_weights = parameter.detach().chunk(num_ranks)[expert_mesh.get_local_rank()].clone()

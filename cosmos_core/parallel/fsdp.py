@@ -44,7 +44,7 @@ def fsdp_arguments(config: TrainConfig, *, should_cast: bool = True) -> dict[str
 
 
 def gathers_in_param_dtype(train_config: TrainConfig) -> bool:
-    """Return True if FSDP gathers weights of blocks in `param_dtype`, which differs from their own dtype."""
+    """Return True if FSDP casts the weights of transformer blocks to `param_dtype` when it gathers them."""
     return train_config.param_dtype != train_config.master_dtype
 
 
@@ -107,8 +107,8 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def reshard(root_module: nn.Module) -> None:
-    """Free gathered parameters that remain in memory after a forward pass without a backward pass, because the next
-    change of the weights makes them outdated. Also wait until a GPU has read all shards in host memory."""
+    """Free the gathered parameters that FSDP keeps after a forward pass without a backward pass, because they are
+    outdated after the next change of the weights. Also wait until the GPU has read all shards in host memory."""
     for module in root_module.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -174,7 +174,7 @@ def list_parameter_names(model: nn.Module) -> list[list[str]]:
 
 
 def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
-    """Return the tensors in one list per device mesh, because operations cannot mix different meshes."""
+    """Return the tensors in one list per device mesh, because operations on several DTensors require the same mesh."""
     tensors_by_mesh: dict[DeviceMesh | None, list[T]] = {}
     for tensor in tensors:
         tensors_by_mesh.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
@@ -182,8 +182,8 @@ def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Return the 2-norm over all elements of gradients. Sharded gradients are reduced over their meshes, so that each
-    element counts once."""
+    """Return the 2-norm over all elements of all `gradients`. Sharded gradients are reduced over their meshes, so that
+    each element counts once."""
     norms = [_full_tensor(torch.nn.utils.get_total_norm(mesh_gradients)) for mesh_gradients in group_by_mesh(gradients)]
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
@@ -197,7 +197,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], gradient_norm: Tensor, m
 
 
 def shard_bounds(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the slices of the full tensor that the shard on this rank covers."""
+    """Return the range of the full tensor that this rank's shard covers, as one slice per dimension."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

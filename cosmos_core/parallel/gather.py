@@ -37,7 +37,7 @@ class FullTensorGatherer:
         """
         self.tensors, self._max_bytes = tensors, max_bytes
         self._owner_ranks: dict[str, int] = {}
-        """Lowest rank that has a tensor, by name."""
+        """Lowest rank that has each tensor, by name of the tensor."""
         for rank, tensor_names in enumerate(all_gather_object(list(tensors))):
             self._owner_ranks = dict.fromkeys(tensor_names, rank) | self._owner_ranks
         is_on_cpu = all(local_shard(tensor).device.type == "cpu" for tensor in tensors.values())
@@ -48,15 +48,16 @@ class FullTensorGatherer:
         self._shared_memories: list[_SharedMemory | None] = [None, None]
 
     def full_tensors(self, tensor_templates: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the full tensors named in `tensor_templates`; their memory is reused when all references to them
-        are gone. Each template has the shape and dtype of the full tensor, and may be on the meta device."""
+        """Return the full tensors, by name, that `tensor_templates` names. Their memory is reused when no reference to
+        them is left. Each template has the shape and dtype of the full tensor, and may be on the meta device."""
         if self._uses_shared_memory and (shared_memory := self._reusable_memory(tensor_templates)) is not None:
             return self._gather_by_shared_memory(shared_memory, tensor_templates)
         tensors = dict(full_tensors({name: self.tensors[name] for name in tensor_templates if name in self.tensors}))
         return {name: tensors[name] for name in tensor_templates}
 
     def _reusable_memory(self, tensor_templates: Mapping[str, Tensor]) -> _SharedMemory | None:
-        """Return unused shared memory that is large enough for the requested tensors; None if a rank cannot map it."""
+        """Return unused shared memory, large enough for the tensors in `tensor_templates`; None if a rank cannot map
+        it."""
         num_bytes = sum(_round_up_to_alignment(tensor_template.nbytes) for tensor_template in tensor_templates.values())
         shared_memory = self._shared_memories.pop(0)
         # The collective is also a barrier: a fast rank must not overwrite data that a slow rank still reads.
@@ -70,7 +71,8 @@ class FullTensorGatherer:
     def _gather_by_shared_memory(
         self, shared_memory: _SharedMemory, tensor_templates: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return the requested full tensors as views of shared memory that all ranks have filled with their shards."""
+        """Return the full tensors that `tensor_templates` names, as views of memory that all ranks fill with their
+        shards."""
         tensors, byte_offset = {}, 0
         for name, tensor_template in tensor_templates.items():
             tensors[name] = shared_memory.tensor(byte_offset, tensor_template)
@@ -96,12 +98,13 @@ class _SharedMemory:
 
     @property
     def is_in_use(self) -> bool:
-        """Return True if a tensor on this rank still refers to this memory."""
+        """Return True if this rank still has a tensor that is a view of this shared memory."""
         # Each tensor from the method `tensor` refers to the memory view, so the reference count shows its use.
         return sys.getrefcount(self._memory_view) > self._num_initial_references
 
     def tensor(self, byte_offset: int, tensor_template: Tensor) -> Tensor:
-        """Return the memory from `byte_offset` on as a tensor of the shape and dtype of `tensor_template`."""
+        """Return a view of this shared memory from `byte_offset` on, as a tensor with the shape and dtype of
+        `tensor_template`."""
         numel = tensor_template.numel()
         if not numel:
             return torch.empty_like(tensor_template, device="cpu")

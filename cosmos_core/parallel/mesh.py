@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _POLL_SECONDS = 0.02
 _ARRIVALS_KEY, _HEARTBEATS_KEY = "cosmos/arrivals", "cosmos/heartbeats"
-"""Keys of the numbers of ranks that arrived and of heartbeats, in the key-value store of the process group."""
+"""Keys in the key-value store of the process group: number of calls of `wait_for_ranks`, and number of heartbeats."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,11 @@ class Mesh:
     ep: DeviceMesh | None
     """Mesh of ranks that each hold some experts of a layer; None: no expert parallelism."""
     ep_fsdp: DeviceMesh | None
-    """Mesh over which FSDP shards the experts of an expert-parallel rank, as `fsdp`; None: experts are not sharded."""
+    """Mesh over which FSDP shards the experts of an expert-parallel rank; None: FSDP does not shard experts."""
 
     def select_local_items(self, global_items: Sequence[T]) -> list[T]:
-        """Return the items of this data-parallel rank: of n data-parallel ranks, each gets every n-th item."""
+        """Return those of `global_items` that this data-parallel rank processes: each of n ranks gets every n-th
+        item."""
         return list(global_items[self.dp.get_local_rank() :: self.dp.size()])
 
     def all_gather_object(self, local_value: T) -> list[T]:
@@ -131,12 +132,13 @@ def all_reduce_any(local_flag: bool) -> bool:
 
 
 def first_error_of_ranks(local_error: str | None) -> str | None:
-    """Return on all ranks the error message of the lowest rank that has a nonempty one; None: no rank has one."""
+    """Return on all ranks the nonempty error message `local_error` of the lowest rank that has one; None: no rank has
+    one."""
     return next((rank_message for rank_message in all_gather_object(local_error) if rank_message), None)
 
 
 def send_heartbeat(report_heartbeat: Callable[[], None]) -> None:
-    """Call `report_heartbeat`, and tell the ranks in `wait_for_ranks` that this rank is alive."""
+    """Call `report_heartbeat`, and make ranks that wait in `wait_for_ranks` call theirs, because this rank is alive."""
     report_heartbeat()
     if not is_single_rank():
         _get_default_store().add(_HEARTBEATS_KEY, 1)

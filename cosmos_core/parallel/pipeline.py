@@ -88,21 +88,21 @@ def num_stages(model: PreTrainedModel, parallelism: ParallelismConfig) -> int:
 
 
 def stages_of_rank(model: PreTrainedModel, parallelism: ParallelismConfig, pipeline_rank: int) -> range:
-    """Return the indices of the pipeline stages that one pipeline rank holds."""
+    """Return the indices of the pipeline stages of the rank with index `pipeline_rank` in its pipeline."""
     return range(pipeline_rank, num_stages(model, parallelism), parallelism.pp_size)
 
 
 def apply_pp(model: PreTrainedModel, parallelism: ParallelismConfig, pipeline_rank: int) -> None:
-    """Keep the pipeline stages of one rank in the model, whose weights may be on the meta device, and free all others.
-    If embedding and head are tied, the first and the last rank keep both. Raise ModelError if the model has no pipeline
-    plan, or computes something outside its plan."""
+    """Keep the pipeline stages of one rank in the model, and free all others; weights can be on the meta device. If the
+    input embedding and the output head are tied, the first and the last pipeline rank keep both. Raise ModelError if
+    the model has no pipeline plan, or computes something outside its plan."""
     _check_pipeline_support(model, f"policy.parallelism.pp_size = {parallelism.pp_size}: {type(model).__name__}")
     stage_indices, num_model_stages = stages_of_rank(model, parallelism, pipeline_rank), num_stages(model, parallelism)
     _replace_other_stages(model, model.base_model, stage_indices, num_model_stages, lambda module: module.to("meta"))
 
 
 def extract_pipeline_stage(model: PreTrainedModel, stage_index: int, parallelism: ParallelismConfig) -> PreTrainedModel:
-    """Return one pipeline stage of a model after `apply_pp`; it shares modules and weights with the model."""
+    """Return one pipeline stage of a model after `apply_pp`, a copy of the model that shares its weights."""
     stage_model, base_model = _shallow_copy(model), _shallow_copy(model.base_model)
     stage_model._modules[model.base_model_prefix] = base_model
     _replace_other_stages(stage_model, base_model, [stage_index], num_stages(model, parallelism), lambda module: module)
@@ -115,7 +115,8 @@ def has_tied_embeddings(model: PreTrainedModel) -> bool:
 
 
 def sum_tied_gradients(model: PreTrainedModel, pp_mesh: DeviceMesh) -> None:
-    """Sum the gradients of a tied embedding and head over the first and last pipeline rank, which have copies."""
+    """If input embedding and output head share a weight, sum its gradients over the first and the last pipeline rank,
+    which each have a copy of the weight; otherwise do nothing."""
     pp_group, pipeline_rank, last_rank = pp_mesh.get_group(), pp_mesh.get_local_rank(), pp_mesh.size() - 1
     tied_weight = model.get_output_embeddings().weight
     if not has_tied_embeddings(model) or pipeline_rank not in {0, last_rank} or tied_weight.grad is None:
@@ -150,7 +151,7 @@ def _shallow_copy(module: M) -> M:
 
 
 def _modules_around_layers(model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return the names of the modules before the layers, and of the modules after the layers, in the pipeline plan."""
+    """Return the names of the modules before, and of those after, the layers in the pipeline plan of a model."""
     module_names = list(model.config.base_model_pp_plan or ())
     return module_names[: module_names.index(_LAYERS_NAME)], module_names[module_names.index(_LAYERS_NAME) + 1 :]
 
@@ -164,8 +165,8 @@ def _replace_other_stages(
 ) -> None:
     """Replace the modules of all pipeline stages except `stage_indices` by placeholders.
 
-    The head of `model` and the embedding, layers and norm of `base_model` may be replaced. `discard_module` is called
-    with each replaced module, may free its weights, and returns the module whose attributes the placeholder has.
+    Replaced are the head of `model`, and the embedding, layers and norm of `base_model`. `discard_module` is called
+    with each replaced module and can free its weights; it returns the module whose attributes the placeholder has.
     """
     names_before_layers, names_after_layers = _modules_around_layers(model)
     is_first_stage, is_last_stage = 0 in stage_indices, total_stages - 1 in stage_indices
@@ -192,8 +193,9 @@ def _output_head_names(model: PreTrainedModel) -> list[str]:
 
 
 def _check_pipeline_support(model: PreTrainedModel, error_prefix: str) -> None:
-    """Raise a `ModelError`, which begins with `error_prefix`, for a model that computes something outside the modules
-    of its plan, or passes values derived from token ids to its layers, which later pipeline stages do not have."""
+    """Raise a `ModelError`, which begins with `error_prefix`, if pipeline parallelism does not support a model: it has
+    no pipeline plan, it computes something outside the modules of this plan, or its layers get values derived from
+    token ids, which later pipeline stages do not have."""
     pipeline_plan, config = getattr(model.config, "base_model_pp_plan", None) or {}, model.config
     base_model = model._modules.get(model.base_model_prefix)
     has_pipeline_plan = _LAYERS_NAME in pipeline_plan and config.get_text_config() is config
@@ -217,9 +219,10 @@ def _check_pipeline_support(model: PreTrainedModel, error_prefix: str) -> None:
 
 @torch.no_grad()
 def _find_compute_outside_plan(model: PreTrainedModel, base_model: nn.Module) -> str:
-    """Return a text about what `base_model` computes outside the modules of its pipeline plan; empty if nothing.
+    """Return a text about what `base_model` computes outside the modules of its pipeline plan; empty if it computes
+    nothing else.
 
-    Placeholders replace the modules of the plan, because weights may be on the meta device."""
+    For this test, placeholders replace the modules of the plan, because weights can be on the meta device."""
     names_before_layers, names_after_layers = _modules_around_layers(model)
     device = next((buffer.device for buffer in base_model.buffers()), torch.device("cpu"))
     embedding = _EmbeddingPlaceholder(model.get_input_embeddings())

@@ -10,7 +10,8 @@ from cosmos_core.errors import ModelError
 
 
 def matches_pattern(pattern: str, name: str) -> bool:
-    """Return True if a pattern of a parallel plan, with `*` for layer indices, matches the name of a module."""
+    """Return True if `pattern`, a name in a parallel plan with `*` for layer indices, matches the module name
+    `name`."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name) == pattern
 
 

@@ -33,8 +33,8 @@ errors are far smaller, and a gradient that lacks the contributions of other ran
 
 
 class _AllReduceGradientStyle(ParallelStyle):
-    """Parallel style of a replicated module that processes only the attention heads of its rank, so that the gradients
-    of its weights are summed over ranks."""
+    """Parallel style of a module with the same weights on all ranks, such as a norm of queries, which processes only
+    the attention heads of its rank. The gradients of its weights are therefore summed over ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         original_forward, group = module.forward, device_mesh.get_group()
@@ -88,8 +88,8 @@ _PARALLEL_STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, shards_experts: bool) -> None:
-    """Shard every matrix in the model's tensor-parallel plan over the ranks of `mesh`, as `find_split_matrices` says,
-    whose errors it raises."""
+    """Shard every matrix that the model's tensor-parallel plan names over the ranks of `mesh`. For `shards_experts` and
+    errors, see `find_split_matrices`."""
     for module, parallel_style in find_split_matrices(model, mesh.size(), shards_experts=shards_experts):
         if parallel_style == _MOE_TP_STYLE:
             keep_local_experts(module, mesh)
@@ -98,10 +98,10 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, shards_experts: bool) 
 
 
 def find_split_matrices(model: PreTrainedModel, num_ranks: int, *, shards_experts: bool) -> list[tuple[nn.Module, str]]:
-    """Return the modules that the model's tensor-parallel plan splits over `num_ranks` ranks, with their styles; a tied
-    embedding and head stay whole. `shards_experts`: whether to distribute experts over the ranks too; False: expert
-    parallelism shards them. Raise ModelError if the plan is missing or has an unsupported style, or if a size is not
-    divisible by the number of ranks."""
+    """Return the modules that the model's tensor-parallel plan splits over `num_ranks` ranks, with their parallel
+    styles; an embedding and a head with a shared weight stay whole. `shards_experts`: whether to distribute experts
+    over the ranks too; False: expert parallelism shards them. Raise ModelError if the plan is missing or has an
+    unsupported style, or if a size is not divisible by the number of ranks."""
     tp_plan = {name: style for name, style in (model.tp_plan or {}).items() if shards_experts or style != _MOE_TP_STYLE}
     tp_size_setting, model_name = f"policy.parallelism.tp_size = {num_ranks}", type(model).__name__
     if not tp_plan:
@@ -132,8 +132,9 @@ def find_split_matrices(model: PreTrainedModel, num_ranks: int, *, shards_expert
 
 def check_tp_plan(model: PreTrainedModel, root_modules: Sequence[Any], mesh: DeviceMesh) -> None:
     """Check that the tensor-parallel plan covers all operations of a model, by a forward and backward pass of
-    `probe_hidden_states` of `root_modules`. Raise ModelError if the model fails, or if ranks have different gradients
-    of an unsplit weight, which each rank applies only to its own heads or features if the plan lacks an operation."""
+    `probe_hidden_states` of `root_modules`. Raise ModelError if this pass fails, or if ranks have different gradients
+    of an unsplit weight: the plan then lacks an operation, and each rank applies this weight only to its own heads or
+    features."""
     device = torch.device(mesh.device_type)
     ids_BT = torch.arange(1, _NUM_PROBE_TOKENS + 1, device=device).unsqueeze(0)
     example_inputs = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "position_ids": ids_BT - 1}
@@ -184,8 +185,11 @@ def _replace_weights(module: Any, transform_weight: Callable[[nn.Parameter], Ten
 
 
 def _find_split_modules(module: nn.Module, parallel_style: str) -> list[nn.Module]:
-    """Return the modules to split for a module in the plan. If an adapter wraps the module, these are its base layer
-    and the LoRA factor that has the split dimension."""
+    """Return the modules that tensor parallelism splits for `module`, which the model's tensor-parallel plan names.
+
+    If PEFT has wrapped it for LoRA, these are the original linear layer and one factor of the LoRA product B A: A if
+    `parallel_style` splits the input features (`rowwise`), otherwise B. If PEFT trains a copy of it
+    (`modules_to_save`), these are the original and the copy. Otherwise, this is `module` itself."""
     if isinstance(module, LoraLayer):
         return [module.base_layer, *(module.lora_A if parallel_style.startswith("rowwise") else module.lora_B).values()]
     if isinstance(module, ModulesToSaveWrapper):
