@@ -30,7 +30,7 @@ class ActorGroup:
     make_object: Callable[[], Any]
     """Picklable function that creates the object in the process of each actor, at each start of the process."""
     get_target_size: Callable[[], int]
-    """Function that returns the current target number of actors."""
+    """Function that returns the number of actors that should run now."""
     name: str = "Actor"
     """Name of the actors' processes in `ps` and Ray: `ray::NAME`."""
     shares_gpus: bool = False

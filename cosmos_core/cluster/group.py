@@ -47,7 +47,8 @@ _OBJECT_STORE_BYTES = 1 << 30
 """Bytes of Ray's object store in an embedded cluster with rollout engines. It holds two buckets of the weights that are
 being sent to the engines, and values that are not read yet."""
 _MAX_SOCKET_FOLDER_BYTES = 40
-"""Maximum length of the path of Ray's folder: the path of a socket is at most 107 bytes long, of which Ray takes 65."""
+"""Maximum number of bytes of the path of Ray's folder, beyond which a folder in /tmp is used instead: the path of a
+socket is at most 107 bytes long, of which Ray takes 65."""
 _MAX_RANK_RESTARTS = 3
 """Maximum number of times that `WorkerGroup.run` restarts all ranks after one of them has died or has requested it.
 Only a group with actors, which keep running meanwhile, restarts its ranks; otherwise the call fails."""
