@@ -172,7 +172,7 @@ def _resize_pixels(pixels: np.ndarray, height: int, width: int) -> Any:
 
 
 def make_data_uri(mime_type: str, file_content: bytes) -> str:
-    """Return the content of a file as a data: URI."""
+    """Return the content of a file, encoded in base64, as a `data:` URI to embed in HTML."""
     return f"data:{mime_type};base64,{base64.b64encode(file_content).decode()}"
 
 

@@ -19,7 +19,8 @@ from cosmos_core.upload.base import open_target
 
 _ACTION_TEXTS = {"adopt": "be reused", "reuse": "be reused", "run": "run", "depends": "run unless unchanged"}
 _TARGET_TIMEOUT_SECONDS = 8.0
-"""Maximum number of seconds to wait until a publication target returns the record of its published model."""
+"""Maximum number of seconds to wait until a publication target returns the record of its published model; then `cosmos
+plan` shows that the published model is unknown."""
 
 
 def make_plan_table(pipeline: Pipeline, decisions: Mapping[str, StageDecision]) -> Table:

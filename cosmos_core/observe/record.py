@@ -64,7 +64,7 @@ class GateCondition(JsonDocument):
 
 
 class RankHardware(JsonDocument):
-    """Hardware that a rank of a stage has reported."""
+    """Hardware of one rank of a stage, as the rank has reported it."""
 
     host: str
     gpus: list[str]
@@ -72,7 +72,7 @@ class RankHardware(JsonDocument):
 
 
 class StageEvent(JsonDocument):
-    """Event of a stage, one line of `events.jsonl`."""
+    """Event of a stage, such as a rerun; one line of `events.jsonl`."""
 
     time: UnixSeconds
     event: str
@@ -123,7 +123,7 @@ class LoggedSample(JsonDocument):
 
 @dataclass(frozen=True)
 class StageRecord:
-    """Files of one stage of a run, parsed for display."""
+    """Content of the files of one stage of a run, parsed for display."""
 
     path: Path
     name: str
@@ -165,7 +165,7 @@ class StageRecord:
 
     @property
     def warnings(self) -> list[str]:
-        """Return the first warnings that the newest attempt logged."""
+        """Return the first warnings that the stage's newest attempt logged."""
         return self.progress.warnings if self.progress else []
 
     @property
@@ -200,7 +200,7 @@ class StageRecord:
 
     @cached_property
     def metric_lines(self) -> list[dict[str, Any]]:
-        """Return the parsed lines of `metrics.jsonl`."""
+        """Return the parsed lines of the stage's `metrics.jsonl`."""
         return read_metrics(self.path / "metrics.jsonl")
 
     @cached_property
@@ -221,7 +221,7 @@ class StageRecord:
 
     @cached_property
     def events(self) -> list[StageEvent]:
-        """Return the parsed lines of `events.jsonl`."""
+        """Return the parsed lines of the stage's `events.jsonl`."""
         return parse_documents(parse_json_objects(FileTail(self.path / "events.jsonl").read_lines()), StageEvent)
 
     @property
@@ -231,14 +231,14 @@ class StageRecord:
 
     @cached_property
     def samples(self) -> list[LoggedSample]:
-        """Return the parsed lines of `samples.jsonl`."""
+        """Return the parsed lines of the stage's `samples.jsonl`."""
         sample_lines = parse_json_objects(FileTail(self.path / "samples.jsonl").read_lines())
         return parse_documents([line | {"folder": str(self.path)} for line in sample_lines], LoggedSample)
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Files of a run, parsed for display."""
+    """Content of the files of a run, parsed for display."""
 
     path: Path
     name: str
@@ -313,7 +313,7 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read a run directory; missing or damaged files raise no error."""
+    """Return the content of the files in a run directory; missing or damaged files raise no error."""
     entries = list(read_stage_entries(path).values())
     if not entries and (path / "stages").is_dir():
         entries = [{"name": folder.name} for folder in sorted((path / "stages").iterdir()) if folder.is_dir()]
