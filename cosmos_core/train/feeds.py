@@ -70,7 +70,7 @@ class SampleFeed:
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that `state_dict` returned."""
+        """Restore the feed's state, which `state_dict` returned."""
         self.step = int(state["step"])
 
 

@@ -76,7 +76,7 @@ class TrainLoop:
     _is_first_attempt: bool = True
     """Whether the training has no checkpoint of its own to resume from."""
     _start_step: int = 0
-    """Step at which this attempt started."""
+    """Number of train steps that were completed when this attempt started."""
     _num_updates: int = 0
     """Number of optimizer steps taken; one train step can have several."""
     _last_metrics: dict[str, float] = field(default_factory=dict)

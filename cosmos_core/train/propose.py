@@ -108,7 +108,7 @@ class Hardware:
 
 
 def detect_hardware() -> Hardware:
-    """Return a description of this machine."""
+    """Return the memory and the number of GPUs of this machine."""
     if torch.cuda.is_available():
         return Hardware(torch.cuda.get_device_properties(0).total_memory, torch.cuda.device_count())
     return Hardware(psutil.virtual_memory().available, 0)

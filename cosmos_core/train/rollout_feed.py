@@ -172,7 +172,7 @@ def make_sync_source(
 
 
 def training_sampling(recipe: Recipe) -> Sampling:
-    """Return the sampling settings of training completions."""
+    """Return the settings with which the engine samples completions for training."""
     sampling_config, algorithm_config = recipe.rollout.sampling_config, recipe.train.train_policy
     order_seed = recipe.rollout.seed if recipe.rollout.seed is not None else recipe.train.seed
     assert order_seed is not None

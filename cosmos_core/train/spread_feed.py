@@ -28,7 +28,7 @@ class SampleQueue:
         """For each queued completion, the version of the weights that generated it, and its training sample; None: the
         completion is not trained on, for example because it has no valid reward."""
         self._group_metrics: dict[str, float] = {}
-        """Metrics of the groups of completions that were added last."""
+        """Metrics of the groups whose completions were added last."""
 
     def __len__(self) -> int:
         return len(self._queued_samples)
@@ -63,7 +63,8 @@ class SampleQueue:
         return [sample for _, sample in taken_samples if sample is not None], self._group_metrics | lag_metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the queued completions and metrics as JSON values and tensors."""
+        """Return the queued completions, and the metrics of the groups added last, as JSON values and tensors for a
+        checkpoint."""
         queued_entries = [[version, sample and _sample_to_state(sample)] for version, sample in self._queued_samples]
         return {"entries": queued_entries, "metrics": self._group_metrics}
 

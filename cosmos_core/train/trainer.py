@@ -37,7 +37,7 @@ class SpeedSettings(NamedTuple):
     rows_per_pass: int
     """Number of rows per forward pass, unless the caller of `evaluate` sets another number."""
     num_threads: int
-    """Number of CPU threads."""
+    """Number of CPU threads with which torch computes."""
 
 
 class Trainer:
@@ -296,7 +296,8 @@ class Trainer:
         return batch_plans
 
     def _reduce_losses(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:
-        """Return the summed loss and metrics, and the values for quantiles, over the micro-batches of all ranks."""
+        """Return the loss, summed over the micro-batches of all ranks, the summed metrics, and the values of those
+        metrics that are reported as quantiles."""
         mesh = self.adapter.mesh
         if mesh:
             local_fields = [(loss.value, loss.metrics, loss.values) for loss in losses]
@@ -323,7 +324,7 @@ def _select_local_chunks(adapter: ModelAdapter, batches: Sequence[Any], size: in
 
 @contextmanager
 def _use_threads(num_threads: int) -> Iterator[None]:
-    """Compute with `num_threads` CPU threads inside the context."""
+    """Let torch compute with `num_threads` CPU threads for the duration of a `with` block."""
     previous_num_threads = torch.get_num_threads()
     if num_threads == previous_num_threads:
         yield

@@ -36,7 +36,8 @@ from cosmos_core.train.trainer import SpeedSettings, Trainer
 logger = logging.getLogger(__name__)
 
 MAX_TUNING_SECONDS = 45.0
-"""Maximum duration of all measurements, unless one gradient of a few samples takes longer."""
+"""Maximum total duration of the measurements that choose `mini_batch` and `num_threads`. It is exceeded only if a
+single gradient computation with a few samples takes longer."""
 _GRADIENT_SECONDS = 3.0
 """Target duration of one measurement. It decides with how many samples of a train step settings are measured: as many
 as the gradient computation with the fewest rows per pass and the most threads handles in this time, but at least two
@@ -80,7 +81,7 @@ class SettingsSearch:
         self._start_settings = SpeedSettings(pass_sizes[0], thread_counts[-1])
         self._measure, self._is_affordable = measure, is_affordable
         self.seconds: dict[SpeedSettings, float] = {}
-        """Minimum of the measured seconds of each setting."""
+        """Shortest measured duration in seconds of each of the `SpeedSettings` that were measured."""
 
     def run(self) -> SpeedSettings:
         """Return the fastest settings. First measure all sizes with the most threads, from the smallest size, which
@@ -157,7 +158,7 @@ class SpeedTuning:
             self._thread_counts = thread_counts(min(all_gather_object(min(num_cores, default_settings.num_threads))))
         self.max_memory_fraction, self.max_seconds = MAX_MEMORY_FRACTION, MAX_TUNING_SECONDS
         self.chosen: SpeedSettings | None = None
-        """The chosen settings; None: not chosen yet."""
+        """Chosen `SpeedSettings`; None: not chosen yet."""
         self._num_postponed_steps = 0
 
     def restore(self, settings: Sequence[int] | None) -> None:
@@ -233,7 +234,7 @@ class _Measurement:
         self._max_bytes = min(all_gather_object(free_bytes - self._gradient_bytes - optimizer_bytes))
         self._bytes_per_token = self._bytes_of_largest_size = 0.0
         self._largest_size = 0
-        """Largest number of rows per pass so far, whose activations took `_bytes_of_largest_size`."""
+        """Largest number of rows per pass measured so far; its activations took `_bytes_of_largest_size`."""
         token_counts = [self._trainer.adapter.num_tokens(sample) for sample in samples]
         self._max_row_tokens = tuning._samples_per_row * max(*token_counts, tuning._feed.find_max_sample_tokens() or 0)
         self._min_row_tokens = tuning._samples_per_row * min(token_counts)
@@ -380,5 +381,5 @@ def micro_batch_sizes(train: TrainConfig, num_dp_ranks: int) -> list[int]:
 
 
 def thread_counts(max_threads: int) -> list[int]:
-    """Return the powers of two below `max_threads`, and `max_threads`."""
+    """Return the numbers of threads to try: the powers of two below `max_threads`, and `max_threads`."""
     return [2**i for i in range(max_threads.bit_length()) if 2**i < max_threads] + [max_threads]

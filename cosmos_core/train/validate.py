@@ -24,7 +24,8 @@ METRICS_FILE = "metrics.json"
 
 
 def run(stage: Stage) -> Outcome:
-    """Evaluate the model on its held-out rows, and write `metrics.json`."""
+    """Evaluate the model of a stage on held-out rows or on completions of held-out prompts, and write
+    `metrics.json`."""
     recipe, data_folder, algorithm_config = stage.recipe, stage.prepared_folder, stage.recipe.train.train_policy
     require_held_out_rows(data_folder)
     trainer = open_trainer(stage)
