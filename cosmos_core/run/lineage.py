@@ -161,7 +161,8 @@ def describe_base_model(stage: Stage) -> str:
     source_name = stage.config.model or stage.recipe.policy.model_name_or_path
     if (upstream_name := referenced_stage(source_name)) is not None:
         return f"{stage.run_path.name}/{upstream_name}"
-    digest = next((source.digest for source in stage.sources if source.kind == "model"), "")
+    # If the stage read several models, take the digest of the first one.
+    digest = {source.kind: source.digest for source in reversed(stage.sources)}.get("model", "")
     name = strip_local_path(source_name)
     return name if name in {source_name, ""} or not digest or "/" in name else f"{name} (sha256 {digest[:12]})"
 
