@@ -309,8 +309,8 @@ def _ignored_stage_settings(pipeline: Pipeline) -> Iterator[str]:
 
 
 def _ignored_row_settings(pipeline: Pipeline) -> Iterator[str]:
-    """Yield a notice for each setting of rows in the recipe of a stage that has no effect, because the stage that
-    prepares these rows has another recipe."""
+    """Yield a notice for each setting that has no effect in the recipe of a stage because it concerns the preparation
+    of rows, and a stage with another recipe prepares them."""
     for stage in pipeline.stages:
         kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
         rows_stage_name = referenced_stage(stage.data)

@@ -276,12 +276,12 @@ def _default_stage_entries(recipe: Recipe, kinds: StageKinds) -> list[Mapping[st
 
 
 def _find_stage_kind(kinds: StageKinds, **attributes: object) -> str:
-    """Return the name of the first of `kinds` whose attributes have the values in the keyword arguments."""
+    """Return the name of the first of `kinds` whose attributes equal the keyword arguments."""
     return next(n for n, kind in kinds.items() if all(getattr(kind, key) == attributes[key] for key in attributes))
 
 
 def stage_references(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[tuple[str, str]]:
-    """Yield pairs of a key and its value for the settings of a stage that can refer to another stage (`stage:NAME`)."""
+    """Yield pairs of a key and its value, for each setting of a stage in which a reference `stage:NAME` is allowed."""
     yield "model", stage.model
     yield "data", stage.data
     if stage_kind.reads_data == "source":
@@ -291,8 +291,8 @@ def stage_references(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) 
 
 
 def _dataset_references(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield pairs of a key and its value for the settings of a recipe's data sets that can refer to a stage
-    (`stage:NAME`)."""
+    """Yield pairs of a key and its value, for each setting of a recipe's data sets in which a reference `stage:NAME` is
+    allowed."""
     for key, dataset in recipe.datasets.items():
         yield f"{key}.name", dataset.name
         yield f"{key}.pass_rates", dataset.pass_rates

@@ -49,9 +49,9 @@ class MetricCondition:
         return self.needs_published_model and self.operator != "=="
 
     def threshold(self, published_value: float | None) -> float | None:
-        """Return the number with which the condition compares its metric. `published_value` is the value of the metric
-        for the published model; None: no model was published. If the condition needs this missing value, return
-        None."""
+        """Return the number with which the condition compares its metric. If it compares with the published model, the
+        number is computed from `published_value`, the value of the metric for that model; None if no model was
+        published."""
         if not self.needs_published_model:
             return float(self.threshold_text)
         if published_value is None or not self.published_offset:

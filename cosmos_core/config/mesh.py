@@ -108,8 +108,9 @@ def describe_placements(pipeline: Pipeline) -> list[str]:
 
 
 def with_dp_shard_size(recipe: Recipe, num_gpus: int | None) -> Recipe:
-    """Return the recipe with `dp_shard_size = -1` replaced by the number of GPUs that the other sizes leave; unchanged
-    if `num_gpus` is None. Raises `ConfigError` if the other sizes do not divide the number of GPUs."""
+    """Return the recipe with `dp_shard_size = -1` replaced by the size with which mesh and rollout engines use
+    `num_gpus` GPUs; unchanged if `num_gpus` is None. Raises `ConfigError` if the other sizes do not divide the number
+    of GPUs."""
     mesh = recipe.policy.parallelism
     if mesh.dp_shard_size != -1 or num_gpus is None:
         return recipe

@@ -16,7 +16,7 @@ _CURRENT_TABLE_NAMES = {*Recipe.model_fields, "pipeline", "extends"}
 _WFM_TABLE_NAMES = (
     "model", "optimizer", "scheduler", "dataloader_train", "dataloader_val", "trainer", "model_parallel", "job"
 )  # fmt: skip
-"""Top-level tables of recipes that Cosmos-RL reads with its deprecated option `--wfm-mode`."""
+"""Names of the top-level tables of recipes that Cosmos-RL reads with its deprecated option `--wfm-mode`."""
 RENAMED_KEYS: dict[str, str] = _KEY_TRANSLATIONS["moved"] | _KEY_TRANSLATIONS["moved_in_dpo"]
 """Current name of each configuration key of Cosmos-RL that has another name today, by its old name."""
 INEFFECTIVE_KEYS: dict[str, str] = {key: effect for effect, keys in _KEY_TRANSLATIONS["dead"].items() for key in keys}

@@ -39,7 +39,7 @@ class CheckpointConfig(Table):
     s3_bucket: Annotated[str | None, EnabledBy("upload_s3"), ResultNeutral] = None
     """Bucket of the S3-compatible store; None: no upload."""
     s3_prefix: Annotated[str, EnabledBy("upload_s3"), ResultNeutral] = "outputs"
-    """Prefix of keys in the bucket, before the names of pipeline and stage."""
+    """Prefix of object keys in the S3 bucket, before the names of pipeline and stage."""
 
     def s3_url(self, *path_parts: str) -> str:
         """Return the S3 URL that ends with `path_parts`, below the bucket and the prefix of this table; empty if

@@ -46,7 +46,8 @@ class RowsConfig(Table):
     out), and those of the generator itself."""
     subset: str = ""
     """Configuration name of the data set on the Hub, or in the `configs` of a folder's README.md, or a sub-folder of
-    the folder; empty: the default configuration, or the only sub-folder with data files of a folder that has none."""
+    the folder; empty: the default configuration or, if the folder itself has no data files, its only sub-folder with
+    data files."""
     revision: str = ""
     """Commit, tag or branch of the data set on the Hub; empty: the newest commit."""
     split: SplitNames = ("train",)

@@ -12,7 +12,7 @@ from cosmos_core.config.schema.value_types import Fraction
 
 
 class VideoTokenizerConfig(Table):
-    """`[policy.diffusers.tokenizer]`: the video tokenizer of Cosmos-Predict2.5."""
+    """`[policy.diffusers.tokenizer]`: the video tokenizer of Cosmos-Predict2.5; the table has no effect."""
 
 
 class DiffusersConfig(Table):

@@ -12,7 +12,7 @@ from cosmos_core.config.schema.value_types import DType, Fraction, ModelName, Ro
 
 
 class TeacherParallelismConfig(Table):
-    """`[distillation.parallelism]`: device mesh of the teacher in Cosmos-RL."""
+    """`[distillation.parallelism]`: device mesh of the teacher in Cosmos-RL; the table has no effect."""
 
 
 class DistillationConfig(Table):
@@ -24,7 +24,7 @@ class DistillationConfig(Table):
     """Train on the log-probabilities of a teacher in place of rewards: forces `bypass_reward`; validation keeps its
     rewards."""
     parallelism: TeacherParallelismConfig = TeacherParallelismConfig()
-    """Device mesh of the teacher."""
+    """Device mesh of the teacher, which has no effect: the teacher is distributed over the ranks of the policy."""
     model_name_or_path: ModelName = "Qwen/Qwen2.5-VL-7B-Instruct"
     """Teacher model: a folder in Hugging Face format, a Hub id, or `stage:NAME` for the export of that stage (the
     fingerprint includes the content). Its tokenizer must have every token of the policy's tokenizer, with equal ids."""

@@ -34,7 +34,8 @@ class DpoLossConfig(Table):
     loss_weights: Annotated[tuple[NonNegativeFloat, ...] | None, Field(strict=False)] = None
     """Weight of each loss in `loss_type`; None: 1 each."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Assumed fraction of pairs with swapped labels, in `sigmoid`, `robust` and `simpo`."""
+    """Assumed fraction of pairs in which chosen and rejected response are swapped, in the losses `sigmoid`, `robust`
+    and `simpo`."""
     simpo_gamma: NonNegativeFloat = 0.5
     """Target margin of `simpo` between the rewards of a pair."""
     reference_free: bool = False

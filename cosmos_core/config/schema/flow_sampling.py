@@ -20,7 +20,7 @@ class SampleConfig(Table):
     eval_num_steps: _DenoisingSteps = 40
     """Number of denoising steps in validation."""
     guidance_scale: NonNegativeFloat = 4.5
-    """Scale of classifier-free guidance in the pipeline's formula; 1 or less: no guidance."""
+    """Scale of classifier-free guidance, as the diffusers pipeline of the model defines it; 1 or less: no guidance."""
     global_std: bool = True
     """Divide advantages by the standard deviation of all rewards of a train step; False: by the standard deviation
     within each group, as Cosmos-RL does, which declares this key but never reads it."""
@@ -64,7 +64,7 @@ class FlowRLConfig(Table):
     """Centre log-ratios and weight denoising steps equally (GRPO-Guard, arXiv 2510.22319); useful clip ranges are then
     about 2e-6."""
     use_same_seed: bool = True
-    """Start all samples of a group from the same noise."""
+    """Start all images or videos of one prompt in a rollout from the same noise."""
     min_conditional_frames: Annotated[NonNegativeInt, FieldUnit("latent frames")] = 0
     """Minimum number of conditioning frames of rollouts, from the clip of the row, for a network that supports them."""
     max_conditional_frames: Annotated[NonNegativeInt, FieldUnit("latent frames")] = 0

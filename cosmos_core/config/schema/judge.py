@@ -18,8 +18,8 @@ class JudgeConfig(Table):
     model: str = ""
     """Name of the model on that server."""
     rubric: str = "Judge how correct and helpful the response is."
-    """Instructions of the judge. The form of its reply is added: a whole number from 0 to `highest_score`, with a
-    reason before it."""
+    """Instructions for the language model that judges completions. The form of its reply is added to them: a whole
+    number from 0 to `highest_score`, with a reason before it."""
     template: str = "Prompt:\n{prompt}\n\nReference answer:\n{reference}\n\nResponse:\n{completion}"
     """Message to the judge for each completion, in which `{prompt}`, `{reference}` and `{completion}` are replaced."""
     highest_score: PositiveInt = 10

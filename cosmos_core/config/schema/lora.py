@@ -17,14 +17,14 @@ class LoraConfig(Table):
     """`[policy.lora]`: settings of LoRA, which is enabled if the recipe has this table."""
 
     r: PositiveInt = 8
-    """Rank of the adapters."""
+    """Rank of the LoRA adapters."""
     lora_path: Annotated[str | None, ResultNeutral, ReferenceKind.PATH] = None
     """Folder of a PEFT adapter from which training starts, with the adapter's settings (the fingerprint includes its
     content); None: a new adapter. Declared but not read in Cosmos-RL."""
     lora_alpha: PositiveFloat = 8.0
-    """Alpha of the adapters, whose output is scaled by alpha / r."""
+    """Alpha of the LoRA adapters, whose output is scaled by alpha / r."""
     lora_dropout: Fraction = 0.0
-    """Dropout probability of the input of matrix A."""
+    """Dropout probability of the input of the LoRA matrix A."""
     target_modules: Annotated[tuple[str, ...], Field(strict=False)] | str | None = None
     """Suffixes of the names of adapted modules, or `all-linear`; None: PEFT's default for the family. `gate_proj`,
     `up_proj` and `down_proj` (or `w1`, `w3`, `w2`) also select experts that are one parameter of a layer; a parameter
@@ -38,9 +38,9 @@ class LoraConfig(Table):
     r_pattern: Annotated[dict[str, PositiveInt] | None, AfterValidator(check_regexes)] = None
     """Rank by a regular expression of module names; None: `r` for all modules."""
     init_lora_weights: bool | str = True
-    """Initial values of the matrices A and B. True: B starts at zero; false: neither starts at zero; or `gaussian`,
-    `olora`, `pissa`, `pissa_niter_N`, which read the base weights, so that each GPU of a mesh loads the whole model
-    before it is split; not yet `eva`, which needs data."""
+    """Initial values of the LoRA matrices A and B. True: B starts at zero; false: neither starts at zero; or
+    `gaussian`, `olora`, `pissa`, `pissa_niter_N`, which read the base weights, so that each GPU of a mesh loads the
+    whole model before it is split; not yet `eva`, which needs data."""
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if self.init_lora_weights == "eva":

@@ -20,10 +20,10 @@ class MergeConfig(Table):
     `ties` keeps the largest differences and their majority sign (2306.01708), `dare_linear` keeps random differences,
     scaled up (2311.03099), `dare_ties` does both."""
     weights: Annotated[tuple[float, ...], Field(strict=False)] = ()
-    """Weight of each model, in the order of `after`; empty: equal weights, with the sum 1 for `linear` and
-    `dare_linear`, and 1 each for `ties` and `dare_ties`, which average the differences that they keep."""
+    """Weight of each merged model, in the order of the stage's `after`; empty: equal weights, with the sum 1 for
+    `linear` and `dare_linear`, and 1 each for `ties` and `dare_ties`, which average the differences that they keep."""
     density: Annotated[Fraction, Field(gt=0)] = 0.5
-    """Fraction of the differences to keep in each tensor; not for `linear`."""
+    """Fraction of the differences from the base model that a merge keeps in each tensor; not for `linear`."""
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if stage.kind.table != "merge":

@@ -30,8 +30,8 @@ class MultiTurnRolloutConfig(Table):
     tool_timeout_seconds: Annotated[PositiveFloat, FieldUnit("seconds"), EnabledBy("enable_tools")] = 10.0
     """Time limit of a tool call, after which it is killed; its result is then an error message for the policy."""
     tool_env: Annotated[StringOrList, ResultNeutral, EnabledBy("enable_tools")] = ()
-    """Names of environment variables that tools receive, such as the key of a service, in addition to those that any
-    program needs; their values are masked in logs."""
+    """Names of environment variables that tools receive, such as the key of a service, in addition to those that every
+    subprocess receives, such as PATH; their values are masked in logs."""
     enable_thinking: bool = False
     """Value that is passed to the chat template as its variable `enable_thinking`."""
     custom_chat_template_path: Annotated[str | None, ResultNeutral, ReferenceKind.PATH] = None

@@ -36,10 +36,11 @@ class ParallelismConfig(Table):
     dp_replicate_size: RankCount = 1
     """Number of replicas of the sharded group (HSDP)."""
     pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "Interleaved1F1B"
-    """Pipeline schedule: the order of forward and backward passes. `1F1B` and `GPipe` form one stage from each rank's
-    layers, `Interleaved1F1B` several; `GPipe` keeps the activations of all `mini_batch` rows."""
+    """Pipeline schedule: the order of forward and backward passes. `1F1B` and `GPipe` form one pipeline stage from each
+    rank's layers, `Interleaved1F1B` several; `GPipe` keeps the activations of all `mini_batch` rows."""
     pp_layers_per_stage: Annotated[PositiveInt, FieldUnit("layers")] = 2
-    """Maximum number of layers of a stage under `Interleaved1F1B`: fewer layers mean less idle time, more messages."""
+    """Maximum number of layers of a pipeline stage under `Interleaved1F1B`: fewer layers mean less idle time, more
+    messages."""
 
     @field_validator("dp_shard_size")
     @classmethod

@@ -74,14 +74,14 @@ class StageConfig(Table):
     retries: NonNegativeInt = 2
     """Maximum number of consecutive attempts without progress before the stage fails. Preemptions do not count."""
     timeout: str = ""
-    """Time limit of one attempt, e.g. `12h`; empty: no limit."""
+    """Time limit of one attempt of the stage, e.g. `12h`; empty: no limit."""
     entry: Annotated[str, ReferenceKind.CODE] = ""
     """Kind custom: the function, `module:function` or `path/file.py:function`, called with the stage."""
     arguments: dict[str, Any] = {}
     """Kind custom: keyword arguments of the function in `entry`."""
     env: StringOrList = ()
     """Kind custom: names of environment variables that the function receives, such as the key of a service, in addition
-    to those that any program needs; their values are masked in logs."""
+    to those that every subprocess receives, such as PATH; their values are masked in logs."""
     require: StringOrList = ()
     """Kind gate: conditions that the model must meet, such as `validation/accuracy >= 0.6`, `validation/accuracy >=
     published - 0.01` or `evaluation/*/acc not worse than published by 0.02`, where `*` stands for every metric that

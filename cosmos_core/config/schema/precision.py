@@ -9,7 +9,8 @@ _ScaleGranularity = Literal["rowwise", "tensorwise"]
 
 
 class FP4Config(Table):
-    """`[train.fp4]`: linear layers in 4-bit floating point; the table has no effect."""
+    """`[train.fp4]`: linear layers in 4-bit floating point during training, which is not supported; changed settings of
+    the table are refused."""
 
     enabling_field = "enable_fp4"
 

@@ -35,13 +35,14 @@ class RewardSettings(NamedTuple):
     timeout_seconds: float
     """Time limit of one call of a reward function other than `judge`."""
     keyword_values: dict[str, Any]
-    """The recipe's values that reward functions may take as keyword arguments (`REWARD_PARAMETERS`)."""
+    """The recipe's values that reward functions can take as keyword arguments (`REWARD_PARAMETERS`)."""
     calls_per_group: bool
     """Whether a user's own reward functions take all completions of a prompt at once."""
 
 
 class VLAConfig(Table):
-    """`[vla]`: vision-language-action models for robots; the table has no effect."""
+    """`[vla]`: vision-language-action models for robots, which are not supported; changed settings of the table are
+    refused."""
 
 
 class Recipe(Table):
@@ -72,7 +73,7 @@ class Recipe(Table):
     sample: SampleStageConfig = SampleStageConfig()
     """Settings of a stage of kind `sample`, which keeps completions as rows."""
     vla: VLAConfig = VLAConfig()
-    """Settings of vision-language-action models for robots, which have no effect."""
+    """Settings of vision-language-action models for robots, which are not supported; changed settings are refused."""
     custom: dict[str, Any] = {}
     """Table of free keys for user code, which stages, rewards, algorithms and engines receive.
     `dataset.annotation_path` is a file of rows in the format of LLaVA, `dataset.media_path` the folder of their images;

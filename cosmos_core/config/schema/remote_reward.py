@@ -41,7 +41,7 @@ class RemoteRewardConfig(Table):
     """`[...remote_reward]`: requests to a reward service."""
 
     scale: float = 1.0
-    """Factor of the total reward, applied after it is clipped."""
+    """Factor by which the total reward is multiplied after the total is clipped."""
     reward_fns: Annotated[tuple[RewardFunctionConfig, ...], Field(strict=False)] = (
         RewardFunctionConfig(name="dance_grpo", score_key="overall_reward"),
     )

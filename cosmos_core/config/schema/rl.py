@@ -77,7 +77,7 @@ class RlConfig(AlgorithmConfig):
     """Time limit of one call of a reward function, after which it is killed; its completion is then invalid."""
     reward_env: Annotated[StringOrList, ResultNeutral] = ()
     """Names of environment variables that reward functions receive, such as the key of a service, in addition to those
-    of every subprocess; their values are masked in logs."""
+    that every subprocess receives, such as PATH; their values are masked in logs."""
     use_remote_reward: bool = False
     """Take rewards from a reward service in place of `reward_function`."""
     remote_reward: Annotated[RemoteRewardConfig, EnabledBy("use_remote_reward")] = RemoteRewardConfig()

@@ -19,11 +19,12 @@ class KeepConfig(Table):
     min_reward: float | None = None
     """Lowest reward of a kept completion; None: any valid reward."""
     unique: bool = True
-    """Keep one of several completions of a prompt with the same text."""
+    """If several completions of a prompt have the same text, keep only one of them."""
     finished: bool = True
     """Keep only completions that ended before `rollout.max_response_length`."""
     max_per_prompt: NonNegativeInt = 0
-    """Maximum number of completions of a prompt, chosen at random among those that pass; 0: no limit."""
+    """Maximum number of completions of a prompt to keep, chosen at random among those that pass the other keys; 0: no
+    limit."""
     min_pass_rate: Fraction = 0.0
     """Lowest pass rate of a prompt whose completions are kept: the fraction of its completions with the full reward."""
     max_pass_rate: Fraction = 1.0

@@ -144,7 +144,7 @@ class TrainConfig(Table):
     fp8: FP8Config = FP8Config()
     """Linear layers in 8-bit floating point."""
     fp4: FP4Config = FP4Config()
-    """Linear layers in 4-bit floating point, which have no effect."""
+    """Linear layers in 4-bit floating point, which are not supported; changed settings of this table are refused."""
 
     seed: Annotated[int | None, AfterValidator(lambda seed: DEFAULT_SEED if seed is None or seed < 0 else seed)] = None
     """Seed of initialisation, order of rows and sampling; None or negative: 42."""

@@ -66,7 +66,8 @@ class ValidationConfig(Table):
     """Names of environment variables that reward functions receive in addition to those of
     `train.train_policy.reward_env`."""
     use_remote_reward: bool | None = None
-    """Use the reward service; the value must be that of training. None: as in training."""
+    """Score completions in validation with the reward service; the value must be that of training. None: as in
+    training."""
     remote_reward: Annotated[RemoteRewardConfig | None, EnabledBy("use_remote_reward")] = None
     """Requests to the reward service; None: as in training."""
 
