@@ -179,8 +179,9 @@ def merge_coefficients(config: MergeConfig, num_models: int) -> Sequence[float]:
 
 
 def _check_same_tensors(first_model: _TensorReader, other_model: _TensorReader, *, allows_extra: bool = False) -> None:
-    """Check that two models have tensors of the same names and shapes; with `allows_extra`, `other_model` may have
-    further tensors, such as an output layer that is stored although it is tied to the embedding."""
+    """Raise `ModelError` unless two models have tensors of the same names and shapes. With `allows_extra`,
+    `other_model` can have further tensors, such as an output layer that is stored although it is tied to the
+    embedding."""
     first_shapes, other_shapes = first_model.get_shapes(), other_model.get_shapes()
     compared_names = first_shapes.keys() if allows_extra else {*first_shapes, *other_shapes}
     if differing_names := sorted(name for name in compared_names if first_shapes.get(name) != other_shapes.get(name)):

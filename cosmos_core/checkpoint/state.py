@@ -1,10 +1,11 @@
-"""Content of a checkpoint: weights, optimizer state, weight sets, and the states of the feed and the algorithm.
+"""Content of a checkpoint: weights, further named copies of the weights, optimizer state, and the states of the feed
+(the source of training samples) and of the algorithm.
 
-Weight sets are copies of the policy's weights with a name, such as a moving average or a reference policy. The feed is
-the source of training samples. Hyper-parameters of the optimizer are left out: they come from the recipe, which the
-fingerprint covers, and the learning rate is a pure function of the step. torch's `get_optimizer_state_dict` is not used
-because it takes a step with zero gradients to create missing state, which would count one step too many for weights
-without a gradient so far. `get_model_state_dict` is not used because it keeps both names of tied weights.
+A further copy is for example a moving average or a reference policy. Hyper-parameters of the optimizer are left out:
+they come from the recipe, which the fingerprint covers, and the learning rate is a pure function of the step. torch's
+`get_optimizer_state_dict` is not used because it takes a step with zero gradients to create missing state, which would
+count one step too many for weights without a gradient so far. `get_model_state_dict` is not used because it keeps both
+names of tied weights.
 """
 
 import base64
@@ -33,8 +34,8 @@ _8BIT_NAMES = ("codes", "scale", "qmap")
 """Names of the plain tensors of an 8-bit optimizer state of torchao."""
 _STATEFUL_FIELD_NAMES = ("feed", "algorithm")
 POLICY_COPY_NAMES = ("ema", "old")
-"""Names of the weight sets (moving average, old policy) that are copied from the policy if a checkpoint lacks them.
-Other weight sets, such as `reference`, keep the weights that the stage loaded."""
+"""Names of the copies of the policy's weights ("ema": moving average, "old": old policy) that are copied from the
+policy if a checkpoint lacks them. Other copies, such as "reference", keep the weights that the stage loaded."""
 _TENSOR_KEY = "__tensor__"
 """Key of the JSON object that is written in place of a tensor; its value is the name of the tensor."""
 
@@ -48,7 +49,8 @@ class TrainState:
     loop_state: dict[str, Any] = field(default_factory=dict)
     """Step, data position, result of `capture_rng` and other JSON values that the training loop needs to resume."""
     weight_sets: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """Weight sets other than the policy's, by the name of the set ("ema", "old", "reference") and of the parameter."""
+    """Further copies of the weights, in addition to those in `model`: tensors by the name of the copy ("ema", "old",
+    "reference") and of the parameter."""
     feed: dict[str, Any] = field(default_factory=dict)
     """State of the feed, the source of training samples: nested dictionaries and lists of JSON values and tensors. It
     is equal on all ranks except for the shards of DTensors."""
@@ -57,8 +59,8 @@ class TrainState:
 
 
 def named_tensors(state: TrainState) -> dict[str, Tensor]:
-    """Return every tensor of a training state by its name in a checkpoint, without copies: `model.NAME`, `SET.NAME`
-    (weight set), `optimizer.SLOT.NAME`, `feed.KEY` and `algorithm.KEY`."""
+    """Return every tensor of a training state by its name in a checkpoint, without copying it: `model.NAME`, `SET.NAME`
+    (in a further copy of the weights, such as "ema"), `optimizer.SLOT.NAME`, `feed.KEY` and `algorithm.KEY`."""
     tensors = model_tensors(state.model) | _flatten_weight_sets(state)
     for name, parameter in state.model.named_parameters():
         for slot, state_value in state.optimizer.state.get(parameter, {}).items():
@@ -71,8 +73,8 @@ def named_tensors(state: TrainState) -> dict[str, Tensor]:
 
 
 def json_values(state: TrainState) -> dict[str, JsonValue]:
-    """Return the JSON values of a training state: `loop_state` and the states of feed and algorithm. Each tensor is
-    replaced by a JSON object with the tensor's name."""
+    """Return the JSON values of a training state: `loop_state`, and the states of the data feed and of the algorithm.
+    Each tensor is replaced by a JSON object with the tensor's name."""
     state_by_field = {name: getattr(state, name) for name in _STATEFUL_FIELD_NAMES}
     return state.loop_state | {key: _extract_tensors(value, key, {}) for key, value in state_by_field.items() if value}
 
@@ -85,9 +87,9 @@ def restore_json_values(state: TrainState, saved_values: dict[str, Any], tensors
 
 
 def allocate_tensors(state: TrainState, metadata: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
-    """Return the tensors into which this rank loads a checkpoint, by name: those of the model and of its weight sets,
-    and new ones for optimizer, feed and algorithm. `metadata` has shape and dtype of each saved tensor. All ranks
-    call the function. Raise `ModelError` if the tensors of checkpoint and model differ in name or shape."""
+    """Return the tensors into which this rank loads a checkpoint, by name: those of the model and of further copies of
+    its weights, and new ones for optimizer, feed and algorithm. `metadata` has shape and dtype of each saved tensor.
+    All ranks call the function. Raise `ModelError` if the tensors of checkpoint and model differ in name or shape."""
     target_tensors = model_tensors(state.model)
     parameters = dict(state.model.named_parameters())
     shapes_by_rank = all_gather_object({name: tensor.shape for name, tensor in target_tensors.items()})
@@ -118,9 +120,9 @@ def allocate_tensors(state: TrainState, metadata: Mapping[str, tuple[torch.Size,
 
 
 def load_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
-    """Complete `state` after a checkpoint has filled `tensors`, which `allocate_tensors` returned: load those of the
-    optimizer, without moments that another kind of optimizer saved, and copy the policy's weights into each of the
-    weight sets `POLICY_COPY_NAMES` that the checkpoint lacks."""
+    """Complete `state` after a checkpoint has filled `tensors`, which `allocate_tensors` returned. Load those of the
+    optimizer, without moments that another kind of optimizer saved. Copy the policy's weights into each of the copies
+    `POLICY_COPY_NAMES` that the checkpoint lacks."""
     parameter_groups = state.optimizer.state_dict()["param_groups"]
     parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
     index_by_parameter = {parameter: index for index, parameter in enumerate(parameters)}
@@ -172,7 +174,7 @@ def restore_rng(rng_states: Mapping[str, Any]) -> None:
 def seed_rng(seed: int, step: int, rank: int, *, keeps_torch_rng: bool = False) -> None:
     """Seed the random generators of Python and NumPy with a digest of `seed` and `step`, and, unless `keeps_torch_rng`,
     those of torch with a digest of `seed`, `step` and `rank`. Python and NumPy have equal generators on all ranks,
-    because all ranks call the algorithm, which may be user code, on the same samples and need equal results."""
+    because all ranks call the algorithm, which can be user code, on the same samples and need equal results."""
     seed_tuples = (seed, step), (seed, step, rank)
     shared_digest, rank_digest = (hashlib.sha256(repr(seed_tuple).encode()).digest() for seed_tuple in seed_tuples)
     random.seed(shared_digest)

@@ -37,7 +37,7 @@ PENALTY_REWARDS = frozenset({"overlong"})
 """Names of packaged reward functions that only subtract: their maximum is 0, whereas others can return 1."""
 
 RewardConfig: TypeAlias = "dict[str, float] | RemoteRewardConfig"
-"""Reward functions with their weights, or the rewards of a remote service."""
+"""Reward functions with their weights in the total reward, or the settings of the rewards of a remote service."""
 
 ScoreAndMetrics = tuple[float, dict[str, float]]
 
@@ -144,7 +144,8 @@ def load_reward(name: str) -> Reward:
 
 
 def metric_names(rewards: Iterable[str]) -> dict[str, str]:
-    """Return a unique metric name for each reward: its function name, if needed after names of its file and folders."""
+    """Return a unique metric name for each reward: the name of its function, preceded by names of its file and folders
+    if several rewards have functions of that name."""
     name_parts_by_reward = {reward: _split_reward_name(reward) for reward in rewards}
     name_suffix_counts = Counter(tuple(each[i:]) for each in name_parts_by_reward.values() for i in range(len(each)))
     metric_name_by_reward = {}

@@ -28,7 +28,8 @@ REWARD_PARAMETERS = {
     "judge_config": "the recipe's [judge] table",
     "custom": "the recipe's [custom] table",
 }
-"""Parameters, with a description, that a reward may declare besides the completion, the reference and row columns."""
+"""Parameters, with a description, that a reward function can have besides the completion, the reference and the columns
+of the data row."""
 
 SIGNATURE_EXAMPLES = (
     "def f(completion, reference, **others), def f(prompts, completions, **columns) as in TRL, or "
@@ -48,7 +49,7 @@ _SINGULAR_NAME_BY_PLURAL = {
     "ground_truths": "ground_truth", "data_sources": "data_source", "extra_infos": "extra_info",
 }  # fmt: skip
 _PROMPT_AND_COMPLETION_PARAMETERS = ("completions", "prompts", "solution_strs")
-"""Names of list parameters that never mean a column of the row."""
+"""Names of parameters of reward functions that receive lists and never mean a column of the data row."""
 _LIST_PARAMETERS = {*_SINGULAR_NAME_BY_PLURAL, "completion_ids"}
 _UNAVAILABLE_PARAMETERS = {
     **dict.fromkeys(("tokenizer", "config", "data_packer"), "rewards run in child processes without torch"),
@@ -129,8 +130,9 @@ class ParameterBinding:
 
 
 def bind_parameters(name: str, reward_function: Callable[..., Any], *, passes_text: bool = False) -> ParameterBinding:
-    """Return the binding of a reward function; `name` is its name in the recipe. Raise `RewardError` if the signature
-    is not readable, takes no completion, or has an unsupported parameter."""
+    """Return the parameters of a reward function with the rules for their arguments; `name` is the function's name in
+    the recipe. Raise `RewardError` if the signature is not readable, takes no completion, or has an unsupported
+    parameter."""
     try:
         binding = ParameterBinding(tuple(inspect.signature(reward_function).parameters.values()), passes_text)
     except (TypeError, ValueError):

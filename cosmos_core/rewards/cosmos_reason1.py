@@ -31,7 +31,7 @@ _MAX_FRAMES = 160
 _MAX_VIDEO_TOKENS = 9216
 _VIDEO_PAD_TOKEN = "<|video_pad|>"
 _VIDEO_TOKEN_TYPE = 2
-"""Value of `mm_token_type_ids` for tokens that are placeholders of video patches."""
+"""Value of Qwen2.5-VL's `mm_token_type_ids` for tokens that are placeholders of video patches."""
 log = logging.getLogger(__name__)
 
 

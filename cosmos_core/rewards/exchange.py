@@ -35,7 +35,8 @@ _ENQUEUE_REFUSAL_CODES = {400, 401, 403, 404, 405, 411, 413, 415, 422}
 _FETCH_REFUSAL_CODES = _ENQUEUE_REFUSAL_CODES - {400}
 """HTTP status codes with which a service refuses a fetch permanently; 400 means that scores are not ready yet."""
 _COOLDOWN_SECONDS = 5.0
-"""Seconds for which a failed replica is avoided, unless its response has a `Retry-After` header."""
+"""Seconds for which a failed replica gets no new requests, unless the `Retry-After` header of its response has another
+number."""
 
 
 @dataclass(frozen=True)

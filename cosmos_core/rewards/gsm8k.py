@@ -12,7 +12,7 @@ _DIGIT_SEPARATOR = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3}(?!\d))")
 
 def gsm8k(to_be_evaluated: str, reference: str) -> float:
     """Return 1 if the last `#### number` of both texts is the same number, else 0; `#### $42.` is 42, `1/2` is 0.5. The
-    reference may be the number alone, as in rows of verl. A reference without a number raises `ValueError`, whereas in
+    reference can be the number alone, as in rows of verl. A reference without a number raises `ValueError`, whereas in
     Cosmos-RL the score is then 1 if the completion has no number."""
     reference_with_marker = _normalise(f"#### {reference.strip()}")
     number_match = _NUMBER_PATTERN.match(reference_with_marker)

@@ -82,7 +82,8 @@ def _build_request(judge_config: Mapping[str, Any], template_fields: Mapping[str
 
 
 def _parse_judge_score(reply_text: str, highest_score: int) -> float | ValueError:
-    """Return the score in a judge's reply, whose JSON may have text around it, or a `ValueError`."""
+    """Return the score in a judge's reply, whose JSON can have text around it; a `ValueError` if the reply has no valid
+    score."""
     reply_text = reply_text.rpartition("</think>")[2]
     scores, start = [], reply_text.find("{")
     while start >= 0:

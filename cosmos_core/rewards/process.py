@@ -61,7 +61,8 @@ class WorkerPool(ABC):
         self._pool = None
 
     def _replace_pool(self, initializer: Callable[..., None], *arguments: Any) -> ProcessPool:
-        """Replace the pool by a new pool, whose processes first call `initializer`, and return the new pool."""
+        """Replace the pool of worker processes by a new one, whose processes first call `initializer`, and return the
+        new pool."""
         self.close()
         spawn_context = SpawnContext()
         spawn_context.Process = partial(_WorkerProcess, self._environment_names)  # type: ignore[assignment,misc]

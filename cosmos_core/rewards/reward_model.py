@@ -24,7 +24,8 @@ from cosmos_core.transient import is_transient
 _OPTION_PARAMETERS = ("max_tokens", "overlong")
 """Parameters of reward functions whose values come from the recipe in training, and from `options` in the service."""
 ScoreColumns = dict[str, Any]
-"""Scores by key; each value is a list with one number or text per item, or a dict of such lists."""
+"""Scores of a batch of items by the name of the score; each value is a list with one number or text per item, or a dict
+of such lists."""
 
 
 @dataclass

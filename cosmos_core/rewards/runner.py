@@ -137,9 +137,9 @@ class RewardRunner(WorkerPool):
         return scores
 
     def _start_pool(self) -> ProcessPool:
-        """Start the processes and wait until one of them has loaded the rewards. Raise `RewardError` if a reward cannot
-        be loaded, or the process exits. Raise `StageFailed` if loading times out, if a signal kills the process, or if
-        the process exits although an earlier pool of this runner has loaded the rewards."""
+        """Start the worker processes and wait until one of them has loaded the rewards. Raise `RewardError` if a reward
+        cannot be loaded, or the process exits. Raise `StageFailed` if loading times out, if a signal kills the process,
+        or if the process exits although an earlier pool of this runner has loaded the rewards."""
         reward_names = list(self._reward_weights)
         failure_prefix = f"loading the rewards {', '.join(reward_names)} failed"
         process_pool = self._replace_pool(_start_worker, reward_names, self._constant_fields)

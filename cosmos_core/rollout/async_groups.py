@@ -57,7 +57,8 @@ class AsyncGroupSource:
     max_steps_ahead: int | None = None
     """Maximum number of train steps whose groups are being generated or wait to be trained on; None: unbounded."""
     group_filter: GroupFilter | None = None
-    """Filter of groups without a learning signal, which are replaced by new groups; None: all groups are kept."""
+    """Filter that drops groups without a learning signal, such as equal rewards; new groups replace them. None: all
+    groups are kept."""
     sleeps_in_training: bool = False
     """Whether engines sleep during training, so that they get prompts only while the training waits for groups."""
     sampled_groups: Sequence[ScoredGroup] = ()
@@ -216,7 +217,7 @@ class AsyncGroupSource:
                 self._state_condition.notify_all()
 
     def _send_prompts(self) -> None:
-        """Send to the engines the prompts of all train steps for which their weights are new enough."""
+        """Send to the engines the prompts of all train steps for which the engines' weights are new enough."""
         with self._state_condition:
             if self.sleeps_in_training and not self._is_training_waiting:
                 return

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cosmos_core.models.diffusion import DiffusionModel
 
 Bucket = list[tuple[str, Tensor]]
-"""Part of a model's weights: pairs of name and complete (unsharded) tensor. The memory may be reused for the next
+"""Part of a model's weights: pairs of name and complete (unsharded) tensor. The memory can be reused for the next
 bucket, so an engine copies what it keeps."""
 
 WeightFormat = Literal["checkpoint", "module", "adapter", "shared"]
@@ -40,7 +40,8 @@ class EngineDenoiser:
     """Function `(latents, sigma_B, text, num_conditioning_B)` that returns the flow velocity, 0 in conditioning
     frames."""
     use_weights: Callable[[str], AbstractContextManager[None]]
-    """Function whose context manager gives the denoiser the weights of a name, such as `policy`, for inference."""
+    """Function `(name)` whose context manager makes the denoiser use the weights with that name, such as `policy`, for
+    inference."""
     device: torch.device
     mesh: Mesh | None = None
     null_text: dict[str, Tensor] = field(default_factory=dict)
@@ -115,7 +116,8 @@ class Engine(Protocol):
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         """Request `sampling.num_completions` completions of each prompt, also while earlier requests are in flight.
-        Raise `DataError` if a prompt has the maximum length, and `ConfigError` for unsupported sampling settings."""
+        Raise `DataError` if the length of a prompt leaves no room for a completion, and `ConfigError` for unsupported
+        sampling settings."""
 
     def completed(self) -> list[Group]:
         """Wait until a group is complete, and return all complete groups that were not returned before, in any order;
@@ -151,7 +153,8 @@ class EngineWrapper:
 
 
 class ModuleEngine:
-    """Base class of engines that sample from a module in their own process, whose memory `sleep` does not release."""
+    """Base class of engines that sample from a module in their own process; `sleep` does not release the module's
+    memory."""
 
     ranks_per_engine = 1
 
@@ -259,8 +262,8 @@ class UnfinishedGroup:
     step: int
     completions: dict[int, Completion] = field(default_factory=dict)
     earlier_versions: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """By number of the completion: a pair for each version of the weights that was replaced during the completion, with
-    the number of tokens at that time, and the version."""
+    """Versions of the weights that were replaced during a completion, by number of the completion: pairs of the number
+    of tokens at that time, and the version."""
 
     def to_group(self) -> Group | None:
         """Return the group if all its completions are finished; None: some are missing."""

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 _OPEN_TIMEOUT_SECONDS = 1200.0
-"""Time limit for opening an engine, which may read a large model from a slow disk, and for restarting the only
+"""Time limit for opening an engine, which can read a large model from a slow disk, and for restarting the only
 engine."""
 _RETRY_INTERVAL_SECONDS = 0.5
 _MAX_ENGINE_DEATHS = 3
@@ -78,7 +78,7 @@ class PooledEngine:
     version: int | None = None
     """Version of the engine's weights; None: the engine has no weights from the trainer yet."""
     num_process_deaths: int = 0
-    """Number of deaths since the engine last returned a group."""
+    """Number of deaths of the engine's process since the engine last returned a group."""
     requests: dict[tuple[int, int, int], _Request] = field(default_factory=dict)
     """Requests that the engine is generating, by key; a second request with the same key waits in the queue."""
     pending_reply: Future[Any] | None = None
@@ -120,7 +120,7 @@ class EnginePool:
         """Whether engines are loading weights and therefore make no forward passes."""
         self.is_closed = False
         self.num_restarts = 0
-        """Number of engines that died or hung since the start."""
+        """Number of times that engines died or hung since the pool was started."""
 
     def start_thread(self) -> None:
         """Start the thread that communicates with the engines."""
@@ -159,7 +159,7 @@ class EnginePool:
 
     def mark_dead(self, engine: PooledEngine, description: EngineDescription | None, error: ConnectionError) -> None:
         """Stop using an engine whose process has died, because a call in another thread failed with `error`.
-        `description` identifies the process that was called, which a new process may have replaced."""
+        `description` identifies the process that was called, which a new process can have replaced meanwhile."""
         with self.lock:
             if engine.description is description and description is not None:
                 engine.connection_error = error
@@ -318,7 +318,7 @@ class EnginePool:
         self, engine: PooledEngine, description: EngineDescription | None, batch: Sequence[_Request], reply: Future[Any]
     ) -> None:
         """Handle a failed submission: queue the engine if its process has died, else set the error on the requests'
-        futures. This method runs in a thread of Ray, and must not acquire the pool's lock: `kill` may wait for this
+        futures. This method runs in a thread of Ray, and must not acquire the pool's lock: `kill` can wait for this
         thread while another thread holds the lock."""
         error = reply.exception()
         if isinstance(error, ConnectionError):

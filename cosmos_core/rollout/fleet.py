@@ -87,7 +87,7 @@ class EngineFleet:
 
     @property
     def num_restarts(self) -> int:
-        """Return the number of engines that died or hung since the start."""
+        """Return the number of times that engines died or hung since the start of the fleet."""
         return self._pool.num_restarts
 
     @contextmanager

@@ -38,19 +38,20 @@ class SamplingPath:
     latents: Tensor
     """Clean latents at the end of the sampling path."""
     steps: tuple[int, ...]
-    """Numbers of the recorded stochastic steps; each list of tensors of the path has one entry per recorded step."""
+    """Numbers of the stochastic sampling steps that are recorded; each list of tensors in this class has one entry per
+    recorded step."""
     latents_before: list[Tensor]
     latents_after: list[Tensor]
     transition_means: list[Tensor]
-    """Means of the transitions of recorded steps; empty if means were not requested."""
+    """Means of the transitions of recorded steps; empty if `keeps_transition_means` is False."""
     log_probs: list[Tensor]
     """Log-probabilities of the transitions of recorded steps, each of shape B."""
     num_conditioning_B: Tensor | None = None
     """Number of conditioning frames of each sample, shape B; None: no conditioning frames."""
 
     def to_diffusion_sample(self, sample_index: int, pixels: Tensor, sigmas_N: Tensor, version: int) -> DiffusionSample:
-        """Return sample `sample_index` of the batch with its part of the path; `version` is that of the sampling
-        weights."""
+        """Return sample `sample_index` of the batch as a `DiffusionSample`; `version` is that of the weights that
+        sampled it."""
         logprobs = tuple(log_prob[sample_index].item() for log_prob in self.log_probs)
         num_conditioning_frames = 0 if self.num_conditioning_B is None else int(self.num_conditioning_B[sample_index])
         latents_before, latents_after, transition_means = (

@@ -163,8 +163,8 @@ class GroupFilter:
 
 @dataclass
 class FilteredGroupSource:
-    """Group source that drops groups without a learning signal and samples other prompts until the train step is full.
-    Its state is the number of prompts taken so far, in order over all epochs."""
+    """Group source that drops groups without a learning signal, such as equal rewards, and samples other prompts until
+    the train step is full. Its state is the number of prompts taken so far, in order over all epochs."""
 
     sync_source: SyncGroupSource
     take_prompts: Callable[[int, int], Sequence[Prompt]]

@@ -136,7 +136,7 @@ class HfEngine(ModuleEngine):
 
     @contextmanager
     def _inference_mode(self) -> Iterator[None]:
-        """Return a context manager without dropout and gradients, in which the model may use a key-value cache."""
+        """Return a context manager without dropout and gradients, in which the model can use a key-value cache."""
         model, was_training = self._model, self._model.training
         is_deterministic = torch.are_deterministic_algorithms_enabled()
         model.eval()
@@ -328,7 +328,8 @@ def _allocate_cache(old_states: Tensor | None, new_states: Tensor, num_allocated
 
 
 def find_cache_argument(model_class: Any) -> str:
-    """Return the name under which a model takes a cache; raise ConfigError if it takes none of transformers' caches."""
+    """Return the name of the argument by which a model class takes a key-value cache; raise `ConfigError` if it takes
+    none of transformers' caches."""
     argument_names = inspect.signature(model_class.forward).parameters.keys() & {"past_key_values", "cache_params"}
     if not argument_names or not model_class._supports_default_dynamic_cache():
         raise ConfigError(

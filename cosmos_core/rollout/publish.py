@@ -40,7 +40,7 @@ class WeightPublisher:
 
     engine: Engine
     model: PreTrainedModel
-    """The trainer's model, of which this rank may hold only shards."""
+    """The trainer's model; if it is sharded, this rank has only its shards."""
     compute_trainer_logprobs: Callable[[Sequence[int]], Tensor]
     """Function that returns the trainer's log-probability of each token after the first, at temperature 1."""
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class WeightPublisher:
     """Copy of the model on the meta device, made before the model was sharded; None: the model is not sharded."""
     probe_interval: int = 50
     """Number of weight versions between two probes, which compare log-probabilities of trainer and engine. Further
-    probes follow the first load and the first load after a sleep."""
+    probes follow the first weight load, the first load after a sleep, and the first load of a new engine."""
     transfer_dtype: torch.dtype | None = None
     """Dtype that weights are cast to before they are sent; None: no cast."""
     bucket_bytes: int = BUCKET_BYTES

@@ -20,7 +20,8 @@ from cosmos_core.types import Group, Prompt, Sampling
 
 FALLBACK_ENGINE = "hf"
 _ARCHITECTURES_REMOVED_FROM_VLLM = frozenset({"MllamaForConditionalGeneration"})
-"""Architectures that earlier versions of vLLM supported, according to its model registry: Llama 3.2 Vision."""
+"""Architectures that earlier versions of vLLM supported and later ones do not, according to vLLM's model registry: that
+of Llama 3.2 Vision."""
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Rollout engine in a separate process: generates while the ranks train, and loads weights between two forward passes.
 
-Methods may be called from any thread. Only one thread uses the engine; it generates until a command arrives.
+Methods can be called from any thread. Only one thread uses the engine; it generates until a command arrives.
 """
 
 import logging

@@ -176,8 +176,8 @@ class NativeWeightTransfer:
         """Number of failed native transfers since an engine process was replaced, or since a load that succeeded."""
 
     def open_link(self, weight_load: WeightLoad) -> HostWeightLink:
-        """Return a link that sends weights directly. If an engine of the load cannot be connected to the ranks, return
-        a link through host memory."""
+        """Return a sender of weights by NCCL or CUDA IPC. If an engine of the load cannot be connected to the ranks,
+        return a sender through host memory."""
         uses_native_transfer = broadcast_object(self._ensure_connection(weight_load) if is_first_rank() else False)
         return NativeWeightLink(self, weight_load) if uses_native_transfer else HostWeightLink(weight_load)
 

@@ -198,7 +198,7 @@ def turn_request_id(prompt_id: int, step: int, completion_index: int, turn_index
 
 
 def _truncate_segments(segments: Sequence[Segment], num_tokens: int) -> list[Segment]:
-    """Return the first `num_tokens` tokens of sampled segments as segments: at least one, which may be empty."""
+    """Return the first `num_tokens` tokens of sampled segments as segments: at least one, which can be empty."""
     kept_segments = []
     for segment in segments:
         token_ids = segment.token_ids[: max(0, num_tokens)]

@@ -1,6 +1,6 @@
 """Rollout engine that runs vLLM in the trainer's process or in a separate process (`replica`), on a GPU or a CPU.
 
-In the trainer's process, weights are passed by reference. An engine in a separate process may have several ranks
+In the trainer's process, weights are passed by reference. An engine in a separate process can have several ranks
 (`vllm_ranks`). The code for GPUs only (sleep levels, CUDA graphs, `vllm_link`) and prompts with images are untested.
 """
 

@@ -1,9 +1,9 @@
 """LoRA adapter of the policy in a vLLM rollout engine: the engine holds the base weights, and each new version of the
 policy's weights consists of the LoRA factors only.
 
-vLLM has one scale for the whole adapter, so the scale of each layer is multiplied into its factor B. If a policy trains
-more than factors of linear layers (`models.lora.trains_only_linear_factors`), this module is not used: its adapter is
-merged into the base weights, and all weights are sent.
+vLLM has one scale for the whole adapter, so the scale of each layer is multiplied into its factor B. This module is not
+used if a policy trains more than factors of linear layers (`models.lora.trains_only_linear_factors`): the policy's
+adapter is then merged into the base weights, and all weights are sent.
 """
 
 import json

@@ -47,8 +47,9 @@ def find_vllm_problem(format_name: str, config: PretrainedConfig | None = None, 
 
 
 def prompt_logits(folder: Path, token_rows: Sequence[list[int]]) -> Iterator[Tensor]:
-    """Yield, for each row, the logits TV of the next token at all positions except the last. Raise a `ConfigError` for
-    an unsupported head size, and a `StageFailed` if the logits disagree with vLLM's log-probabilities."""
+    """Yield, for each row of token ids, the logits TV of the next token at all positions except the last. Raise a
+    `ConfigError` for an unsupported head size, and a `StageFailed` if the logits disagree with vLLM's
+    log-probabilities."""
     set_environment()
     vllm = import_vllm()
     check_heads(load_config(str(folder)), str(folder), "leave the format out of export.formats")

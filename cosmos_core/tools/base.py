@@ -95,7 +95,7 @@ def parse_tool_calls(turn_text: str) -> list[ToolCall]:
 
 def _parse_tool_call(turn_text: str, call_start: int) -> tuple[ToolCall, int]:
     """Return the tool call that begins at a position of a text, and the position after the call. The JSON parser
-    determines the end of the call, because a string in the JSON may contain the end tag."""
+    determines the end of the call, because a string in the JSON can contain the end tag."""
     json_start = call_start + len(turn_text[call_start:]) - len(turn_text[call_start:].lstrip())
     try:
         decoded_call, json_end = _JSON_DECODER.raw_decode(turn_text, json_start)

@@ -39,7 +39,7 @@ _MAX_BROKEN_POOLS = 3  # maximum number of process pools for a list of calls; a 
 class ToolRunner(WorkerPool):
     """Pool of worker processes that call tools by the names of their functions. `timeout_seconds` is the deadline of
     each call. The processes see standard environment variables and those in `variable_names`. Only one thread can use
-    the runner at a time. Its context manager raises `ConfigError` if a tool cannot be imported or is not marked with
+    the runner at a time. Entering the runner raises `ConfigError` if a tool cannot be imported or is not marked with
     `@tool`, and `StageFailed` if a process ended while it loaded the tools."""
 
     def __init__(

@@ -170,7 +170,8 @@ class HttpInterface:
         yield response_metric
 
     def _wrap_handler(self, handler: RouteHandler) -> RouteHandler:
-        """Return a handler that authenticates the request first, and turns errors into a response of one line."""
+        """Return a handler of an HTTP route that first authenticates the request, then calls `handler`, and turns
+        errors into a response of one line."""
 
         async def authenticated_handler(request: Request) -> Response:
             try:
@@ -234,7 +235,7 @@ def _is_uuid(uuid_text: str) -> bool:
 
 
 def _parse_content_length(request: Request, max_bytes: int) -> int:
-    """Return the `Content-Length` of a request; raise HTTPException if it is missing or above the limit."""
+    """Return the `Content-Length` of a request; raise `HTTPException` if it is missing or above `max_bytes`."""
     length_text = request.headers.get("Content-Length", "")
     if not (length_text.isascii() and length_text.isdigit()) or len(length_text) > 18:
         raise HTTPException(411, "a Content-Length is needed")

@@ -81,7 +81,7 @@ class DecodeArgs(Table):
     """Folder or Hub name of a Wan VAE in diffusers' format, or its published file `Wan2.1_VAE.pth`. Empty: the file on
     the Hub if `cosmos_reason1` or `dance_grpo` is served, as in Cosmos-RL; otherwise latents are refused."""
     dtype: str = "bfloat16"
-    """Dtype of the weights of the VAE."""
+    """Dtype of the weights of the VAE that decodes video latents."""
     device: str = "cuda"
     """Device of the decoder of video latents."""
     chunk_duration: PositiveInt = 81
@@ -99,16 +99,16 @@ class DecodeArgs(Table):
 
 
 class ServiceConfig(Table):
-    """Content of `rewards.toml`."""
+    """Settings of a reward service, the content of `rewards.toml`."""
 
     host: str = "localhost"
-    """Address to listen on; an address beyond loopback needs a token."""
+    """Address on which the service listens; an address beyond loopback needs a token."""
     port: Port = 8080
-    """Port to listen on; 0: any free port."""
+    """Port on which the service listens; 0: any free port."""
     authentication: Literal["auto", "on", "off"] = "auto"
     """Whether requests need the token in `token_env`; `auto`: if it is set, or other machines can reach the service."""
     token_env: str = "REMOTE_REWARD_TOKEN"
-    """Environment variable that holds the token."""
+    """Environment variable with the token that requests must have."""
     queue: Literal["memory", "redis"] = "memory"
     """Storage of accepted requests and scores; with `redis`, they survive a restart of the service."""
     redis_host: str = "localhost"
@@ -166,7 +166,8 @@ class ServiceConfig(Table):
 
     @property
     def ineffective_settings(self) -> list[str]:
-        """Return the settings of Cosmos-RL in the file that have no effect in this service."""
+        """Return the names of those settings in the configuration that belong to Cosmos-RL and have no effect in this
+        service."""
         decode_args, defaults = self.decode_args, DecodeArgs()
         keys = [f"decode_args.{key}" for key in _IGNORED_KEYS if getattr(decode_args, key) != getattr(defaults, key)]
         return keys + [f"reward_args.{each.reward_type}.setup_script" for each in self.rewards if each.setup_script]
@@ -179,7 +180,8 @@ class ServiceConfig(Table):
         return self.host == "localhost"
 
     def read_token(self) -> str:
-        """Return the token that requests need, or ""; raise `ConfigError` if a required token is missing or invalid."""
+        """Return the token that requests must have, or "" if they need none. Raise `ConfigError` if a required token is
+        missing or invalid."""
         token = os.environ.get(self.token_env, "").strip()
         if self.authentication == "off":
             return ""
