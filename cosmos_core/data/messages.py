@@ -61,8 +61,8 @@ class ColumnTrackingRow(Row):
     """Row of a data set that records which of its columns have been read."""
 
     def __init__(self, row: Row, column_names: Mapping[str, str], location: str) -> None:
-        """Wrap a row; `column_names` maps `prompt`, `response`, `chosen` and `rejected` to the names of its columns.
-        Raise DataError if the row lacks one of these columns."""
+        """Wrap a row. `column_names` maps standard names (`prompt`, `response`, `chosen`, `rejected`) to the names of
+        the row's columns; these columns are read by the standard names. Raise DataError if one of them is missing."""
         if missing_columns := [name for name in column_names.values() if row.get(name) is None]:
             problem = f"no column {missing_columns[0]!r}, which the recipe names"
             raise DataError(f"{location}: {problem}; the row has {describe_columns(row)}")
@@ -77,7 +77,8 @@ class ColumnTrackingRow(Row):
         return super().__getitem__(name)
 
     def get(self, name: str, default_value: Any = None) -> Any:
-        """Return a value and record its column as read; the function `has_column_value` does not record it."""
+        """Return the value of the column `name`, or `default_value` if the row lacks it, and record the column as read.
+        The function `has_column_value` looks for a value without recording."""
         self._read_columns.add(name)
         return super().get(name, default_value)
 
@@ -89,9 +90,9 @@ class ColumnTrackingRow(Row):
 
 
 def read_plain_texts(row: Row, location: str, *column_aliases: tuple[str, ...]) -> list[str] | None:
-    """Return the texts of columns for a model without a chat template; None if a text is missing or holds turns.
-
-    Each tuple lists alternative names of one column. The texts are meant to be concatenated as they are."""
+    """Return the texts to concatenate for a model without a chat template, such as prompt and completion: one text per
+    tuple in `column_aliases`, which has alternative names of one column. Return None if a column is missing or holds a
+    list of turns, or if the row has a column with a conversation or a system prompt."""
     if any(is_filled(row, name) for name in _CONVERSATION_COLUMNS) or read_system_prompt(row):
         return None
     present_columns = [find_column(row, aliases) for aliases in column_aliases]
@@ -222,8 +223,8 @@ def _read_reference_response(row: Row, column: str, location: str) -> str | None
 
 
 def read_column_turns(row: Row, column: str, role: str, location: str, with_images: bool = False) -> list[Message]:
-    """Return the turns in a column, or its text as one turn of `role`. The columns `input` or `context` of Alpaca are
-    appended to its `instruction`, and the turns in `history` are inserted before it."""
+    """Return the turns in a column, or the text in the column as one turn of `role`. For Alpaca's column `instruction`,
+    the text in `input` or `context` is appended, and the turns in `history` are inserted before it."""
     cell = _read_column(row, column, location)
     if not isinstance(cell, str):
         return read_turns(cell, column, location, with_images)
@@ -249,14 +250,14 @@ def _read_column(row: Row, column: str, location: str) -> Any:
 
 
 def _get_text(row: Row, column: str) -> str:
-    """Return the text of a column, and record the column as read unless it holds no text; empty if it has no words."""
+    """Return the text in a column, and record the column as read; empty if the column has no text or only blanks."""
     text = str(row[column]) if isinstance(dict.get(row, column), str) else ""
     return text if text.strip() else ""
 
 
 def read_turns(cell: Any, column: str, location: str, with_images: bool = False) -> list[Message]:
-    """Convert a list of turns to the key names and forms that chat templates read. Raise DataError, which names the
-    turn, if the value is not a list of turns, and SkippedRow if the list is empty."""
+    """Convert `cell`, a list of turns in a column, to the key names and forms that chat templates read. Raise DataError
+    with the number of the turn if the value is not a list of turns, and SkippedRow if the list is empty."""
     if not isinstance(cell, list):
         raise DataError(f"{location}: column {column!r} holds {str(cell)[:40]!r}; write text, or a list of turns")
     if not cell:
@@ -297,8 +298,8 @@ def _read_role(turn: dict[str, Any]) -> str:
 
 
 def read_content(content: Any, location: str, with_images: bool = False) -> Any:
-    """Return the text of a turn, or its parts if it shows images; raise DataError if the content is neither text nor
-    parts of text and images, or shows media that are not supported."""
+    """Normalise the content of a turn: return its text, or its parts if the turn shows images. Raise DataError if the
+    content is neither text nor a list of text and image parts, or shows media that are not supported."""
     check_part_keys(content, location)
     if isinstance(content, list) and all(map(_is_text_part, content)):
         return "".join(part["text"] for part in content)
@@ -315,7 +316,7 @@ def read_content(content: Any, location: str, with_images: bool = False) -> Any:
 
 
 def is_image_part(part: Any) -> bool:
-    """Return whether a part of a turn is an image; its `type` may be an unhashable value."""
+    """Return whether a value is an image part of a turn's content."""
     return isinstance(part, dict) and part.get("type") in ("image", "image_url", "input_image")
 
 
@@ -334,7 +335,7 @@ def _normalise_content_part(part: Any, location: str) -> dict[str, Any]:
 
 
 def mask_assistant_turns(turns: list[Message]) -> list[Message]:
-    """Return the turns, with each assistant turn marked as not learned (`weight` = 0)."""
+    """Return the turns, in which each assistant turn is marked as not learned (`weight` = 0)."""
     return [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in turns]
 
 
@@ -345,8 +346,8 @@ def get_turn_texts(message: Message) -> list[str]:
 
 
 def propose_merged_turns(turns: list[Message]) -> Iterator[list[Message]]:
-    """Yield alternative forms of the turns for a chat template that refuses their sequence of roles. The closest form
-    comes first: consecutive turns of one role are merged. Then system turns become user turns too."""
+    """Yield two alternative forms of the turns for a chat template that refuses their sequence of roles. In the first
+    form, consecutive turns of one role are merged. In the second one, system turns have become user turns too."""
     yield merge_turns(turns)
     yield merge_turns([{**turn, "role": "user"} if turn["role"] in {"system", "developer"} else turn for turn in turns])
 

@@ -31,7 +31,7 @@ def split_words(text: str) -> list[str]:
 
 
 def remove_operators(words: list[str]) -> list[str]:
-    """Return words without the signs of arithmetic."""
+    """Return the words that are not signs of arithmetic, such as `+`."""
     return [word for word in words if word[0].isalnum()]
 
 
@@ -47,7 +47,8 @@ def hash_words(words: list[str]) -> np.ndarray:
 
 
 def hash_ngrams(word_hashes: np.ndarray, n: int) -> np.ndarray:
-    """Return a hash of each run of `n` words, uint64, from the hashes of words; fewer than `n` words give one hash."""
+    """Return a hash of each n-gram, `n` consecutive words, uint64, from the hashes of the words; fewer than `n` words
+    give one hash."""
     n = min(n, len(word_hashes))
     if not n:
         return word_hashes
@@ -61,8 +62,8 @@ def _compute_hash_powers(num_powers: int) -> np.ndarray:
 
 
 class MinHashBands:
-    """Keys of a set of n-grams in locality-sensitive hashing (MinHash): two sets share a key with a probability that
-    grows with their Jaccard similarity, and is at least 99 % at the threshold."""
+    """Locality-sensitive hashing (MinHash) of sets of n-grams, each to several keys. The probability that two sets have
+    a common key grows with their Jaccard similarity, and is at least 99 % at the similarity `min_jaccard`."""
 
     def __init__(self, min_jaccard: float) -> None:
         from datasketch import MinHash  # datasketch is optional, so import it only if it is used
@@ -72,12 +73,13 @@ class MinHashBands:
             band_size -= 1
         self._band_size = band_size
         self.num_bands = _NUM_PERMUTATIONS // self._band_size
-        """Number of keys that each set of n-grams has."""
+        """Number of bands of a MinHash signature, which is the number of keys that each set of n-grams gets."""
         self._empty_signature = MinHash(num_perm=_NUM_PERMUTATIONS, hashfunc=int)
         self._hash_powers = _compute_hash_powers(self._band_size)
 
     def compute_band_keys(self, ngram_hashes: np.ndarray) -> np.ndarray:
-        """Return one key per band, uint64, of a set of hashes of n-grams."""
+        """Return the keys of a set of n-grams, uint64, one per band of its MinHash signature; `ngram_hashes` are the
+        hashes of the n-grams."""
         minhash = self._empty_signature.copy()
         minhash.update_batch((ngram_hashes >> np.uint64(32)).tolist())
         hashes_by_band = minhash.hashvalues[: self.num_bands * self._band_size].reshape(self.num_bands, self._band_size)

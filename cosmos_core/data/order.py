@@ -60,7 +60,8 @@ class Mixture:
 
 
 def divide_in_proportion(total_size: int, weights: Sequence[float]) -> list[int]:
-    """Divide `total_size` in proportion to weights; the parts with the largest remainders are rounded up."""
+    """Divide `total_size` into integers in proportion to `weights`, whose sum is `total_size`: those with the largest
+    remainders are rounded up."""
     exact_sizes = [total_size * weight / sum(weights) for weight in weights]
     rounded_sizes = [int(exact_size) for exact_size in exact_sizes]
     indices_by_remainder = sorted(range(len(exact_sizes)), key=lambda i: (rounded_sizes[i] - exact_sizes[i], i))
@@ -95,7 +96,8 @@ def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) ->
 
 
 def unused_rows_notice(train_config: TrainConfig, batch_size: int, num_rows: int) -> str:
-    """Return a notice about rows that fill no batch at the end of an epoch; raise DataError if no batch is filled."""
+    """Return a notice about the rows at the end of an epoch that fill no batch and are left out; empty if there are
+    none. Raise DataError if the rows fill no batch at all."""
     algorithm = train_config.train_policy
     if algorithm.has_token_based_batches or batch_size < 1:
         return ""

@@ -11,8 +11,8 @@ from cosmos_core.observe.logs import configure_logging
 
 
 def initialise_process() -> None:
-    """Configure logging as in the worker, and exit when the parent process ends. Without the exit, a process of the
-    pool outlives a killed parent, because it waits on a pipe that it keeps open."""
+    """Configure logging as in the parent process, and let this process of the pool exit when the parent ends. Otherwise
+    it would outlive a parent that was killed, because it waits on a pipe that it keeps open."""
     configure_logging()
     parent_process = multiprocessing.parent_process()
     assert parent_process is not None

@@ -95,8 +95,8 @@ def read_preference(
 
 
 def remove_repeated_prompt(prompt: Any, *completions: Any) -> list[str]:
-    """Return completions without the prompt that all of them begin with. Return an empty list if one of them does not
-    begin with the prompt, or if the prompt is a single line."""
+    """Return completions without the prompt at their beginning. Return an empty list if one of them does not begin with
+    the prompt, or if the prompt is a single line."""
     is_multi_line = isinstance(prompt, str) and "\n" in prompt.strip()
     is_repeated = is_multi_line and all(isinstance(text, str) and text.startswith(prompt) for text in completions)
     return [text[len(prompt) :] for text in completions] if is_repeated else []
@@ -131,7 +131,9 @@ def read_labelled_conversation(
 def _select_longer_prompt(
     prompt: list[Message], shared_turns: list[Message], column: str | None, location: str
 ) -> list[Message]:
-    """Return the longer of the prompt and the turns that both completions share; raise DataError if they contradict."""
+    """Return the prompt of a preference row: `prompt`, the turns in the prompt column, or `shared_turns`, with which
+    both completions begin; the longer one, which contains the other. Shared system turns are put before a prompt
+    without system turn. Raise DataError if neither contains the other."""
     # Compare roles and words of turns only, because whitespace and the form of images may differ.
     prompt_words, shared_words = (
         [(turn["role"], IMAGE_MARK_REGEX.sub(" ", " ".join(get_turn_texts(turn))).split()) for turn in turns]

@@ -121,7 +121,7 @@ def tokenise(stage: Stage) -> Outcome:
 
 @dataclass(frozen=True)
 class _RowSource:
-    """Rows of one data set of a split, with the recipe that has the settings for reading them."""
+    """Rows of one data set of a split, and the recipe with the settings for reading these rows."""
 
     rows: Rows
     recipe: Recipe
@@ -143,7 +143,8 @@ def _read_first_texts(stage: Stage, source: _RowSource) -> Iterator[str]:
 def _add_prompt_rendering(
     stage: Stage, row_specs: dict[str, list[RecordSpec]], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, list[RecordSpec]], list[JsonValue]]:
-    """Add the settings for rendering prompts to the specs; return the specs and notices about the chat template."""
+    """Add the recipe's settings for rendering prompts to `row_specs`, the conversion settings of each split. Return the
+    new `row_specs`, and notices about the chat template."""
     if not any(row_spec.row_kind.is_prompt for split_specs in row_specs.values() for row_spec in split_specs):
         return row_specs, []
     render_settings = make_prompt_rendering(stage.recipe.rollout.multi_turn_config)
@@ -158,9 +159,9 @@ def _write_split(
     stage: Stage, split_path: Path, row_specs: list[RecordSpec], sources: list[_RowSource], num_rows_done: int,
     total_rows: int,
 ) -> tuple[SplitCounts, list[SplitCounts]]:  # fmt: skip
-    """Write the prepared file of a split; return the statistics of the split and of each of its data sets. Raise
-    DataError if too many rows cannot be read, or no row of a data set is left. `num_rows_done` of `total_rows` rows
-    were processed before."""
+    """Tokenise the rows of a split and write them to a file; return the statistics of the split and of each of its data
+    sets. Raise DataError if too many rows cannot be read, or no row of a data set is left. For progress reports,
+    `total_rows` is the number of rows of all splits, `num_rows_done` of which were processed before."""
     split_counts, counts_by_source = SplitCounts(row_specs[0]), [SplitCounts(row_spec) for row_spec in row_specs]
     row_chunks = _tokenise_all(stage, row_specs, sources)
     with pa.ipc.new_file(split_path, row_specs[0].schema) as split_file, closing(row_chunks):
@@ -197,7 +198,8 @@ def _tokenise_all(
 
 
 def _make_mixture_statistics(sources: list[_RowSource], counts_by_source: list[SplitCounts]) -> list[dict[str, Any]]:
-    """Return the statistics of each data set of a mixture; raise DataError if one gets no row of an epoch."""
+    """Return the statistics of each data set of a mixture. Raise DataError if the weight of a data set is so low that
+    no row of an epoch is from this data set."""
     entries = [
         {
             "source": source.label,
@@ -273,8 +275,8 @@ def _load_train_and_held_out(stage: Stage) -> tuple[list[_RowSource], list[_RowS
 
 
 def _remove_pass_rates(dataset: RowsConfig) -> RowsConfig:
-    """Return the settings of a data set without its selection by pass rate, for held-out rows: only training rows are
-    selected by pass rate, and files of pass rates have only training prompts."""
+    """Return the settings of a data set without the selection of rows by pass rate. They are for held-out rows, because
+    only training rows are selected, and files of pass rates have only training prompts."""
     return dataset.copy_with(keep="", pass_rates="")
 
 
@@ -312,7 +314,8 @@ def _make_record_spec(stage: Stage, split: str, source: _RowSource, stop_ids: tu
 
 
 def _tokenise_rows(stage: Stage, row_spec: RecordSpec, rows: Rows) -> Generator[RowChunk]:
-    """Yield chunks of tokenised rows in the order of the rows, from this process or from a pool of processes."""
+    """Tokenise rows in this process or in a pool of processes; yield chunks of tokenised rows, in the order of the
+    rows."""
     model, policy_config = stage.model, row_spec.recipe.policy
     apply_packer = None if row_spec.is_data_term else _make_dataset_loader(stage, row_spec.recipe).make_packer()
     row_iterator = ((location, apply_packer(row, location)) for location, row in rows) if apply_packer else iter(rows)

@@ -48,22 +48,24 @@ from cosmos_core.types import JsonValue, Outcome
 logger = logging.getLogger(__name__)
 
 CACHE_FOLDER = "media"
-"""Name of the cache folder, in the folder that runs share."""
+"""Name of the folder with the cache of encoded texts and media, in the folder that runs share."""
 _TEXT_BATCH_SIZE = 32
 _MAX_LISTED_ROWS = 5
 _MAX_DECODED_MEDIA = 1000  # maximum number of images or clips of a split that `preview` decodes
 
 T = TypeVar("T")
 _EncoderOutputs = list[EncoderOutput | str]
-"""Encoding of each item, or the reason why the item could not be encoded."""
+"""Encoder output for each text, image or clip, or the reason why it could not be encoded."""
 _SplitPreview = tuple[str, int, list[JsonValue]]
 _EncodedItem = tuple[dict[str, str], list[int]] | str
-"""Location (shard and entry) and shape of the latent of an item, or the reason why the item was not encoded."""
+"""Location (shard and entry) of the encoder output for a text, image or clip, and the shape of a latent; or the reason
+why the text, image or clip was not encoded."""
 
 
 def preview(stage: Stage, encoders: Encoders | None = None) -> dict[str, _SplitPreview]:
     """Return a description, the number of rows and the first prompts of each split, for `cosmos check`; errors are
-    those of `prepare`. Nothing is encoded. Media to learn are decoded, at most an evenly spaced sample of 1000."""
+    those of `prepare`. Nothing is encoded. Images and clips to learn are decoded to check them, at most 1000 of them,
+    evenly spaced."""
     encoders = encoders or open_encoders(stage)
     return {name: _preview_split(stage, encoders, name, split) for name, split in read_splits(stage, encoders).items()}
 
@@ -100,8 +102,8 @@ def _preview_split(stage: Stage, encoders: Encoders, split_name: str, split: Med
 def _try_to_decode(
     row: MediaItemRow, content: MediaContent | None, frame_settings: FrameSettings
 ) -> tuple[MediaItemRow, float, str, bool]:
-    """Decode the image or clip of a row; return the row, the frame rate of its clip (0 for an image), the decoding
-    error (empty if there is none), and whether the image is enlarged."""
+    """Decode the image or clip of a row; return the row, the frame rate of a clip in Hz (0 for an image), the decoding
+    error (empty if there is none), and whether an image is smaller than its target size."""
     pixels_or_error = _decode_pixels(row.media_key, content, frame_settings)
     if isinstance(pixels_or_error, str) or content is None:
         return row, 0.0, str(pixels_or_error), False
@@ -167,7 +169,7 @@ def prepare(stage: Stage, encoders: Encoders | None = None) -> Outcome:
 
 
 class _SplitEncoder:
-    """Encoder of the texts and media that are not cached, and writer of splits from the cache."""
+    """Encoder of the texts, images and clips that are not in the cache, and writer of the prepared files of splits."""
 
     def __init__(self, stage: Stage, encoders: Encoders) -> None:
         self._stage, self._encoders = stage, encoders
@@ -178,7 +180,8 @@ class _SplitEncoder:
     def write_rows(
         self, split_name: str, split: MediaSplit, null_text: dict[str, str], data_folder: Path
     ) -> tuple[int, list[str]]:
-        """Write a split; return the number of its rows, and a reason per row left out. For errors see `prepare`."""
+        """Encode a split and write its prepared file. Return the number of written rows, and a reason for each row that
+        is left out. For errors see `prepare`."""
         has_latents = encodes_media(self._stage, split_name, split)
         with self._encoders.model.component_offload.keep_on_device():
             encoded_texts = self._encode_items(split, is_media=False, data_folder=data_folder)
@@ -219,12 +222,14 @@ class _SplitEncoder:
         return sum(len(tokenizer.encode(row.prompt)) > max_tokens for row in encoded_rows), limit_description
 
     def encode_null_text(self, data_folder: Path) -> dict[str, str]:
-        """Encode the empty text, and return the shard and entry of its embedding."""
+        """Encode the empty prompt to a shard in `data_folder`; return the names of the shard and of the entry with the
+        embedding."""
         key = compute_digest("text", "")
         return {"shard": self._copy_shard({key: ""}, self._encode_texts, data_folder, False), "entry": key}
 
     def _encode_items(self, split: MediaSplit, *, is_media: bool, data_folder: Path) -> dict[str, _EncodedItem]:
-        """Encode the texts or the media of a split shard by shard; return the location of each output by cache key."""
+        """Encode the texts, or with `is_media` the images and clips, of a split, one shard after the other. Return the
+        location of each encoder output, or the reason why there is none, by cache key."""
         encoded_items_by_key: dict[str, _EncodedItem] = {}
         encode_fn: Any = self._encode_texts
         keyed_items: Any = ((row.text_key, item.embedding_path or row.prompt) for row, item in split.read_rows())
@@ -244,7 +249,8 @@ class _SplitEncoder:
     def _copy_shard(
         self, shard: dict[str, T], encode_fn: Callable[[list[T]], _EncoderOutputs], data_folder: Path, is_media: bool
     ) -> str:
-        """Copy a shard to the folder of the stage, after encoding it if it is not cached; return its key."""
+        """Copy the file (shard) with the encoder outputs for `shard`, texts or media by cache key, from the cache to
+        the stage's `data_folder`. If the cache does not have the file, encode them first. Return the shard's key."""
         if self._stage.stop_requested:
             raise Preempted(f"stopped after {sum(self.encoded_counts)} texts and media were encoded; they stay encoded")
         shard_key = self._cache.compute_shard_key(list(shard), is_media=is_media)
@@ -292,14 +298,15 @@ class _SplitEncoder:
 
     @cached_property
     def _reference_embedding(self) -> EncoderOutput:
-        """Embedding of the empty text, as a reference for the shapes that the encoder returns."""
+        """Embedding of the empty text, with whose shapes embeddings in files of the data set are compared."""
         with torch.no_grad():
             return {name: values[0] for name, values in self._encoders.model.text_embedding([""]).items()}
 
     def _encode_media(
         self, items: Sequence[tuple[str, MediaContent | None]], frame_settings: FrameSettings
     ) -> _EncoderOutputs:
-        """Return the latent of each image or clip, or why it cannot be decoded; a batch has media of one shape."""
+        """Return the latent of each image or clip in `items`, or the reason why it cannot be decoded. Only media of one
+        shape are encoded together."""
         latent_by_index: dict[int, EncoderOutput | str] = {}
         batches_by_shape: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
         decoded_media = map_in_threads(self._stage, lambda item: _decode_pixels(*item, frame_settings), items)

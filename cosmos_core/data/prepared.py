@@ -59,7 +59,8 @@ def has_split(folder: Path, split: str) -> bool:
 
 
 def read_mixture(split_path: Path) -> Mixture | None:
-    """Return the mixture of data sets in the file of a split; None if all rows are from one data set."""
+    """Return the mixture of data sets from which the rows in the file of a split are; None if all rows are from one
+    data set."""
     split_statistics = read_json_object(split_path.with_name(STATISTICS_FILE)).get(split_path.stem) or {}
     if not (mixture_sources := split_statistics.get("sources")):
         return None
@@ -77,7 +78,7 @@ class RowImages:
             self.num_images = pc.fill_null(pc.list_value_length(self._image_column), 0).to_numpy().astype(np.int64)
 
     def __getitem__(self, index: int) -> tuple[ImageRef, ...]:
-        """Return the images of a row, with absolute paths."""
+        """Return the images of row number `index`, in the order in which the row shows them, with absolute paths."""
         if self._image_column is None:
             return ()
         images = [ImageRef(**image) for image in self._image_column[index].as_py() or ()]
@@ -89,7 +90,7 @@ class IndexedSequence(Sequence[T_co]):
 
     @abstractmethod
     def read_item(self, index: int) -> T_co:
-        """Return the item at an index from 0 to the length of the sequence minus 1."""
+        """Return the item of the sequence at `index`, which is not negative and less than the sequence's length."""
 
     @overload
     def __getitem__(self, index: int) -> T_co: ...
@@ -104,13 +105,13 @@ class IndexedSequence(Sequence[T_co]):
 
 
 def open_table(folder: Path, split: str, *row_kinds: RowKind) -> pa.Table:
-    """Return the table of a split, whose rows must be of one of `row_kinds`, if any are named; raise DataError if the
-    split does not exist, its file is damaged, or its rows are of another kind."""
+    """Return the memory-mapped Arrow table with the prepared rows of a split. Raise DataError if the split does not
+    exist, its file is damaged, or its rows are of no kind in `row_kinds` (empty: of no known kind)."""
     return _open_arrow_table(get_split_path(folder, split), *row_kinds)
 
 
 def has_images(folder: Path) -> bool:
-    """Return whether any row of any split shows an image; raise DataError if a file is damaged."""
+    """Return whether a prepared row in any file of `folder` shows an image; raise DataError if a file is damaged."""
     return any(RowImages(_open_arrow_table(file)).num_images.any() for file in folder.glob("*.arrow"))
 
 
@@ -127,8 +128,8 @@ def check_token_ids(folder: Path, num_embeddings: int) -> None:
 
 
 def find_longest_row_length(folder: Path, column_suffix: str = "_ids", split: str = "*") -> int:
-    """Return the number of tokens of the longest prepared row of text, of one split or of all, in columns whose names
-    end with `column_suffix`. Raise DataError if a file is damaged."""
+    """Return the number of tokens of the longest prepared row of text in `split` ("*": in all splits). Only columns
+    whose names end with `column_suffix` count. Raise DataError if a file is damaged."""
     id_columns = (table[name] for table, name in _iterate_id_columns(folder, split) if name.endswith(column_suffix))
     longest_lengths = (pc.max(pc.list_value_length(column)).as_py() for column in id_columns)
     return max((length or 0 for length in longest_lengths), default=0)
@@ -147,14 +148,14 @@ def read_row_kind(folder: Path, split: str) -> str:
 
 
 def require_held_out_rows(folder: Path) -> None:
-    """Raise DataError if no rows are held out."""
+    """Raise DataError if the data folder of a `prepare` stage has no held-out rows."""
     if not has_split(folder, VALIDATION_SPLIT):
         raise DataError(f"{folder} has no held-out rows; {HELD_OUT_REMEDY}")
 
 
 def open_held_out(folder: Path, algorithm: AlgorithmConfig, model: PolicyConfig, adapter: Any = None) -> HeldOutSet:
-    """Return the held-out rows of a data folder; `adapter`, the model adapter, is needed only for diffusion models.
-    Raise DataError if no rows are held out, or a file is damaged."""
+    """Return the held-out rows in the data folder of a `prepare` stage. `adapter`, the model's adapter, is needed only
+    for diffusion models. Raise DataError if no rows are held out, or a file is damaged."""
     require_held_out_rows(folder)
     return load_row_kind(read_row_kind(folder, VALIDATION_SPLIT)).open_held_out(folder, algorithm, model, adapter)
 
@@ -189,7 +190,8 @@ def _find_row_kind(path: Path, schema: pa.Schema, *row_kinds: RowKind) -> RowKin
 
 
 def preview_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[str]:
-    """Return lines that show the first training rows: a line for each run of consecutive learned or masked tokens."""
+    """Return lines of text that show the first `num_rows` prepared training rows, with one line for consecutive tokens
+    that are all learned or all masked."""
     table = open_table(folder, TRAIN_SPLIT)
     shown_columns = [name for name in table.column_names if name not in {"images", "prompt_text"}]
     preview_lines = []
@@ -207,5 +209,5 @@ def preview_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int
 
 
 def make_damaged_file_error(path: Path, damage: str) -> DataError:
-    """Return the error for a prepared file that is damaged."""
+    """Return the DataError to raise for the damaged prepared file `path`; `damage` is the reason for its message."""
     return DataError(f"{path} is damaged ({damage}); delete it and run the prepare stage again")

@@ -18,11 +18,12 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
 _MAX_READ_ROWS, _MAX_GENERATED_ROWS = 200, 8
-"""Maximum number of rows that are read from a data set, and from a generator of rows, which may be slow."""
+"""Maximum number of rows that the check reads from a data set, and from a generator of rows, which can be slow."""
 
 
 def run(stage: Stage) -> Outcome:
-    """Read the first rows of each split; raise DataError if `prepare` would fail because of them."""
+    """Read the first rows of each data set of a `prepare` stage; raise DataError if the stage would fail because of
+    them."""
     algorithm, validation = stage.recipe.train.train_policy, stage.recipe.validation
     row_kind = load_tokenised_kind(algorithm.rows)
     for config_key, source_algorithm in get_policies_by_dataset(stage).items():

@@ -54,7 +54,8 @@ def _iterate_generated_rows(dataset: Any, generator_name: str, arguments: Mappin
 
 
 def _to_python_literal(generated_entry: Mapping[str, Any]) -> str:
-    """Serialise an entry as a Python literal, because JSON does not support tuples, sets and keys of any type."""
+    """Return the text of a Python literal with an entry of a `reasoning-gym` data set. A literal is used because JSON
+    does not support tuples, sets and keys of any type."""
     try:
         literal_text = repr(generated_entry)
         if ast.literal_eval(literal_text) == generated_entry:

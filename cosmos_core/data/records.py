@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 ImageFields = dict[str, Any]
-"""Fields of an `ImageRef` as a dictionary."""
+"""Fields of an `ImageRef`, a reference to an image of a prepared row, as a dictionary."""
 _IdsAndMask = tuple[list[int], list[int]]
 _DEFAULT_CONVERSATION_COLUMN = SupervisedConfig.model_fields["conversation_column_name"].default
 
@@ -68,9 +68,9 @@ class RecordSpec:
     prompt_rendering: PromptRendering = DEFAULT_RENDERING
     """Settings for rendering prompts to complete."""
     pass_rates: Mapping[str, float | None] | None = None
-    """Pass rate of each prompt by its rendered text; None: the rows have a column `pass_rate`."""
+    """Known pass rates of prompts, by the rendered text of the prompt; None: the rows have a column `pass_rate`."""
     pass_rate_range: str = ""
-    """Range of the pass rates of the rows to keep; empty: all rows."""
+    """Range of pass rates, as text, of the rows to keep; empty: all rows are kept."""
     is_data_term: bool = False
     """Whether the rows are those of a supervised loss (data term) that is trained in addition to rollouts."""
     max_completion_tokens: int = 0
@@ -84,7 +84,8 @@ class RecordSpec:
 
     @property
     def conversation_settings(self) -> tuple[str, str]:
-        """Return the column of conversations to learn, and the system prompt to insert if there is no system turn."""
+        """Return the name of the column with the conversations to learn, and the system prompt to insert into rows
+        without a system turn."""
         policy = self.recipe.train.train_policy
         if isinstance(policy, SupervisedConfig):
             return policy.conversation_column_name, policy.system_prompt
@@ -95,13 +96,14 @@ class RecordSpec:
 
     @property
     def column_names(self) -> dict[str, str]:
-        """Return the recipe's names for the columns `prompt`, `response`, `chosen` and `rejected`, by these names."""
+        """Return the column names that the recipe sets for `prompt`, `response`, `chosen` and `rejected`, by these
+        standard names; without those that it does not set."""
         policy = self.recipe.train.train_policy
         return policy.column_names if isinstance(policy, SupervisedConfig) else {}
 
     @property
     def schema(self) -> pa.Schema:
-        """Return the Arrow schema of the prepared file."""
+        """Return the Arrow schema of the prepared file to which the records are written."""
         return self.row_kind.make_schema(self.stored_root or self.image_root)
 
 
@@ -109,14 +111,15 @@ class Record(NamedTuple):
     """Row of a prepared file, with counts for the statistics of its split."""
 
     values: tuple[Any, ...]
-    """One value per column of the file; the last is the location of the row."""
+    """One value per column of the prepared file; the last value is the location of the row."""
     has_merged_turns: bool
     counts: dict[str, int]
-    """Counts about the row for the statistics of the split, with the keys of `RowChunk.counts`."""
+    """Contribution of the row to the statistics of its split: counts with the keys of `RowChunk.counts`."""
 
 
 def convert_rows(tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, rows: list[LocatedRow]) -> RowChunk:
-    """Convert rows to one record batch; rows that cannot be used are skipped and recorded with a reason."""
+    """Tokenise rows of a data set to one Arrow record batch; rows that cannot be used are left out and recorded with a
+    reason."""
     records: list[Record] = []
     skipped_rows = []
     row_counts: Counter[str] = Counter()
@@ -155,7 +158,8 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, rows:
 
 
 def _is_rendered_twice(record: Record, row_spec: RecordSpec, cells: list[Any], end_tokens: Collection[str]) -> bool:
-    """Return whether the chat template rendered a text that contains an end token, and so had been rendered before."""
+    """Return whether a text of the row that the chat template rendered contains an end token. Such a text had already
+    been rendered by a chat template."""
     is_plain_text = bool(record.counts.keys() & {"plain_rows", "continued_rows"})
     # Ignore the text of the reference answer, which is never rendered.
     reference_response = dict(zip(row_spec.row_kind.columns, record.values, strict=False)).get("reference")
@@ -164,8 +168,8 @@ def _is_rendered_twice(record: Record, row_spec: RecordSpec, cells: list[Any], e
 
 
 def read_pass_rates(pass_rates_file: Path) -> dict[str, float | None]:
-    """Return the pass rate of each prompt in a file, by the prompt's text; None if all its lines have null.
-    Raise DataError if the file does not exist, or a line has no prompt or no rate."""
+    """Return the pass rate of each prompt in a file of pass rates, by the prompt's text. The rate is None if it is null
+    in all lines of the prompt. Raise DataError if the file does not exist, or a line has no prompt or no pass rate."""
     try:
         rated_prompts = [json.loads(line) for line in pass_rates_file.read_text(encoding="utf-8").split("\n") if line]
         rated_prompts.sort(key=lambda each: each["pass_rate"] is not None)
@@ -211,7 +215,8 @@ def _count_learned_end_tokens(record_batch: pa.RecordBatch, row_spec: RecordSpec
 def read_images(
     row_spec: RecordSpec, turns: list[Message], row: Row, location: str
 ) -> tuple[list[Message], list[ImageFields], list[Image]]:
-    """Return the turns with a placeholder part for each image, the fields of their `ImageRef`s, and the images."""
+    """Read the images of a row. Return the turns with a placeholder part for each image, the fields of the `ImageRef`
+    of each image, and the images."""
     image_root, stored_root = row_spec.image_root, row_spec.stored_root
     assert image_root is not None
     turns_with_placeholders, image_sources = align_images(turns, row, location)
@@ -221,7 +226,8 @@ def read_images(
 
 
 def find_image_root(recipe: Recipe, model: str, rows_folder: Path) -> Path | None:
-    """Return the folder of relative image paths, `media_path` or `rows_folder`; None if the model reads no images."""
+    """Return the folder that image paths of rows are relative to: the recipe's `media_path` if it is set, otherwise
+    `rows_folder`; None if the model reads no images."""
     media_settings, policy = image_settings(recipe), recipe.policy
     if _load_processor(model, policy.model_revision, media_settings.pixels, policy.chat_template) is None:
         return None
@@ -252,7 +258,8 @@ T = TypeVar("T")
 
 
 def convert_turns(convert: Callable[[list[Message]], T], turns: list[Message]) -> tuple[T, bool]:
-    """Return the result of `convert(turns)`, and whether turns were merged because the chat template refuses them."""
+    """Return the result of `convert(turns)`, and whether turns were merged before. They are merged if `convert` raises
+    RefusedRow, because the chat template refuses the original turns."""
     try:
         return convert(turns), False
     except RefusedRow:
@@ -265,7 +272,8 @@ def convert_turns(convert: Callable[[list[Message]], T], turns: list[Message]) -
 def make_text_record(
     row_spec: RecordSpec, tokens: _IdsAndMask, location: str, *, has_merged_turns: bool = False, **counts: int
 ) -> Record:
-    """Return the record of one sequence of text, cut to the maximum length; errors are those of `truncate_tokens`."""
+    """Return the record to store for one tokenised sequence, cut to the maximum length; errors are those of
+    `truncate_tokens`."""
     counts["truncated_rows"] = int(len(tokens[0]) > row_spec.max_tokens)
     ids_and_mask = truncate_tokens(tokens, row_spec.max_tokens, location)
     image_cells: list[list[ImageFields]] = [] if row_spec.image_root is None else [[]]
@@ -276,7 +284,7 @@ def make_conversation_record(
     tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, turns: list[Message], tools: Tools, row: Row,
     location: str,
 ) -> Record:  # fmt: skip
-    """Return the record of one conversation, with the images of its row if the model reads images."""
+    """Tokenise a conversation and return the record to store, with the images of its row if the model reads images."""
     if row_spec.image_root is None:
         text_tokens, has_merged_turns = convert_turns(
             lambda turns: tokenise_conversation(tokenizer, turns, location, tools, row_spec.stop_ids), turns

@@ -94,8 +94,9 @@ def is_turn_missing(turn: Message, text: str) -> bool:
 
 
 def _check_tool_calls_and_reasoning(messages: list[Message], text: str, location: str) -> None:
-    """Raise RefusedRow if the text lacks the name of a called function, or the thoughts of a final assistant turn: the
-    model would learn not to call tools, or not to think. Templates may leave out the thoughts of earlier turns."""
+    """Raise RefusedRow if `text`, the rendering of the messages, lacks the name of a called function or the thoughts of
+    a final assistant turn: the model would learn not to call tools, or not to think. The thoughts of earlier turns can
+    be missing."""
     for reasoning_key in _REASONING_KEYS if messages[-1]["role"] == "assistant" else ():
         reasoning_text = messages[-1].get(reasoning_key)
         if isinstance(reasoning_text, str) and reasoning_text.strip()[-20:] not in text:
@@ -105,7 +106,8 @@ def _check_tool_calls_and_reasoning(messages: list[Message], text: str, location
 
 
 def check_tools(tools: Tools, rendered_text: str, location: str) -> None:
-    """Raise RefusedRow if the rendering lacks the name of a tool: the model would learn to call undescribed tools."""
+    """Raise RefusedRow if the rendering of a conversation lacks the name of one of its tools: the model would learn to
+    call tools that are not described."""
     if _is_function_name_missing(tools or [], rendered_text):
         raise RefusedRow(location, "with `tools` that the chat template leaves out")
 

@@ -44,9 +44,10 @@ _TRAIN_SPLIT = "train"
 _DATASET_DICT_FILE = "dataset_dict.json"
 _SLICE_REGEX = re.compile(r"(.+?)\[(-?\d+%?)?:(-?\d+%?)?\]")
 _SHARD_REGEX = re.compile(r"(.+)-\d{5}-of-(\d{5})\b")
-"""Pattern of the files that `datasets` writes for a split; its groups are the split and the number of files."""
+"""Pattern of the names of files that `datasets` writes for a split; the groups match the split and the number of
+files."""
 _FilesBySplit = dict[str, list[Path]]
-"""Files of each split as declared in the README.md of a data set; if empty, file names determine the splits."""
+"""Files of each split that the README.md of a data set declares; if empty, the names of files determine the splits."""
 _DATASET_INFO_FILES = ("dataset_info.json", "dataset_infos.json")
 """Names of JSON files that describe a data set; they are in the folders of data files, but have no rows."""
 _UNREAD_SUFFIXES = (".zst", ".zstd", ".lz4", ".zip")
@@ -57,7 +58,8 @@ class Rows:
     """Rows of one or several files with their locations, or a selection of rows; each iteration reads the files."""
 
     def __init__(self, readers: Sequence[RowReader], folder: Path, selection_mask: np.ndarray | None = None) -> None:
-        """Join the rows of `readers`, or those that `selection_mask` selects; media paths are relative to `folder`."""
+        """Join the rows of `readers`. `selection_mask` has an entry per row, True to select it; None: all rows. Paths
+        of media in rows are relative to `folder`."""
         self.folder = folder
         self._readers, self._selection_mask = readers, selection_mask
         self._num_reader_rows = sum(reader.num_rows for reader in readers)
@@ -113,8 +115,8 @@ def load_rows(dataset: RowsConfig, config_key: str = "dataset", loader: UserData
 
 
 def get_policies_by_dataset(stage: Stage) -> dict[str, AlgorithmConfig]:
-    """Return the training settings of each training data set, by the configuration key of the data set. If the stage
-    has the key `data`, it replaces the data sets of the recipe."""
+    """Return the training settings for the rows of each training data set, by the configuration key of the data set. A
+    data set in the key `data` of the stage replaces those of the recipe."""
     algorithm = stage.recipe.train.train_policy
     dataset_path, config_key = str(stage.data), f"stage {stage.name!r}: data"
     if stage.data is None:
@@ -263,8 +265,8 @@ def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
 
 
 def _check_file_names(files: list[Path], config_key: str) -> None:
-    """Refuse two files of one name and different suffixes, such as a file and its compressed copy, whose rows would be
-    read twice."""
+    """Raise DataError if two files have the same name but different suffixes, such as a file and its compressed copy:
+    their rows would be read twice."""
     file_by_stem: dict[str, Path] = {}
     for file in files:
         first_file = file_by_stem.setdefault(file.name[: -len(data_suffix(file.name))], file)
@@ -349,7 +351,8 @@ def _load_hub_split(dataset: RowsConfig, split: str, config_key: str) -> RowRead
 
 @contextmanager
 def _set_offline_if_unreachable() -> Iterator[None]:
-    """Restrict `datasets` to its cache while the Hub is unreachable; otherwise it retries each file for 20 seconds."""
+    """Let `datasets` use only its cache while the Hub is unreachable; otherwise `datasets` would retry each file for 20
+    seconds."""
     import datasets
 
     previous_offline_flags = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE

@@ -10,7 +10,7 @@ from cosmos_core.types import ImageRef
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Token sequence to learn from."""
+    """Token sequence to learn from, with its loss mask and the values that the losses of some algorithms need."""
 
     input_ids: np.ndarray
     """Token ids of the whole sequence, int64."""
@@ -22,7 +22,8 @@ class Sample:
     """Log-probabilities that the engine returned for the tokens with mask 1, in order, float32. The value is NaN for a
     token that was not sampled; None: the sequence has no sampled token."""
     reference_logprob: float = 0.0
-    """Sum of the log-probabilities of learned tokens under the reference policy; 0 without a reference policy."""
+    """Sum of the log-probabilities of the sequence's learned tokens under the reference policy; 0 without a reference
+    policy."""
     images: tuple[ImageRef, ...] = ()
     """Images that the image tokens of the sequence stand for, in order."""
     micro_batch: int | None = None
@@ -33,7 +34,7 @@ class Sample:
     source: str = ""
     """Name of the row's data set in a mixture of data sets; empty: there is one data set."""
     completion_index: int | None = None
-    """Index of the completion among all completions whose advantages were computed together; None: unknown."""
+    """Index of the sample's completion among all completions whose advantages were computed together; None: unknown."""
 
     @property
     def num_learned(self) -> int:
@@ -42,8 +43,9 @@ class Sample:
 
 
 def batch_within_token_limit(samples: Sequence[Sample], max_tokens: int | None) -> list[Sample]:
-    """Assign samples of similar length and with equally many images to micro-batches of at most `max_tokens` tokens.
-    Padding counts towards the limit. If `max_tokens` is None, return the samples unchanged."""
+    """Assign samples of similar length and with equally many images to micro-batches of at most `max_tokens` tokens,
+    padding included; return the samples with the number of their micro-batch. If `max_tokens` is None, return the
+    samples unchanged."""
     assigned_samples = list(samples)
     if max_tokens is None:
         return assigned_samples

@@ -14,14 +14,17 @@ from cosmos_core.data.messages import Message, get_turn_texts
 
 Span = tuple[int, int]
 RenderFn = Callable[[list[Message], bool], str]
-"""Function that renders messages, with the generation prompt if its second argument is True; raises TemplateError."""
+"""Function that renders messages with a chat template, and with the generation prompt if its second argument is True.
+It raises TemplateError if the template fails."""
 TextBeforeCompletion = tuple[str, str]
-"""Template's text before a completion, and the missing end of the generation prompt, which the completion may have."""
+"""Text that the chat template writes before a completion, and the end of the generation prompt, such as `<think>`, if
+that text lacks it; the rendered completion can begin with this end."""
 
 
 def find_spans_by_prefixes(render_fn: RenderFn, messages: list[Message], rendered_text: str) -> list[Span] | None:
-    """Return the assistant's spans: for each turn, the messages before it and the messages including it are rendered.
-    Return None if a rendering is no prefix of `rendered_text`, because the template renders a last turn differently."""
+    """Return the spans of the assistant's turns in `rendered_text`. For each turn, the messages before it, and the
+    messages up to and including it, are rendered. Return None if a rendering is no prefix of `rendered_text`, as for
+    templates that render the last turn differently."""
     spans = []
     for i in _find_assistant_turns(messages):
         try:
@@ -39,9 +42,10 @@ def find_spans_by_placeholders(
     render_fn: RenderFn, messages: list[Message], rendered_text: str, turn_end_tokens: Sequence[str],
     keeps_reasoning: bool = False,
 ) -> list[Span] | None:  # fmt: skip
-    """Return the assistant's spans by rendering a placeholder for each completion, and locating the other text in
-    `rendered_text`; None if this fails. A span includes text between generation prompt and completion (think block).
-    With `keeps_reasoning` only the text after the reasoning is replaced, for templates that extract the reasoning."""
+    """Return the spans of the assistant's turns in `rendered_text`; None if this method fails. The conversation is
+    rendered with a placeholder in place of each completion, and the other text is located in `rendered_text`. A span
+    includes text between generation prompt and completion (think block). With `keeps_reasoning`, only the text after
+    the reasoning is replaced, for templates that extract the reasoning."""
     turn_indices = _find_assistant_turns(messages)
     unused_word = make_unused_word(messages)
     placeholders = [f"{unused_word}{turn_number}x" for turn_number in range(len(turn_indices))]
@@ -89,7 +93,7 @@ def make_unused_word(messages: list[Message]) -> str:
 
 
 def _split_at_words(text: str, words: list[str]) -> list[str] | None:
-    """Split a text at `words` and return the parts; None unless each word occurs exactly once, in order."""
+    """Split a text at `words` and return the parts; None unless each word occurs exactly once, in the given order."""
     text_parts = []
     for word in words:
         if text.count(word) != 1:
@@ -102,7 +106,8 @@ def _split_at_words(text: str, words: list[str]) -> list[str] | None:
 def _find_texts_before_completions(
     render_fn: RenderFn, messages: list[Message], turn_indices: list[int], template_texts: list[str]
 ) -> list[TextBeforeCompletion]:
-    """Return the text of the template before each completion, up to the end of its generation prompt."""
+    """Return, for each completion, the text that the chat template writes before it, up to the end of the generation
+    prompt, and the part of the generation prompt that this text lacks."""
     first_and_last_index = turn_indices[0], turn_indices[-1]
     first_prompt, last_prompt = (_find_generation_prompt(render_fn, messages[:i]) for i in first_and_last_index)
     are_prompts_equal, preceding_texts = first_prompt == last_prompt, []
@@ -117,8 +122,9 @@ def _find_texts_before_completions(
 
 
 def _find_generation_prompt(render_fn: RenderFn, preceding_messages: list[Message]) -> tuple[str, str] | None:
-    """Return the template's text between the last turn and a completion: the turn's end, and the generation prompt.
-    Return None if adding the generation prompt changes the rendering of the turns."""
+    """Return the text that the chat template writes between the last of `preceding_messages` and a completion, in two
+    parts: the end of the turn, and the generation prompt. Return None if adding the generation prompt changes the
+    rendering of the turns."""
     try:
         text_without_prompt, text_with_prompt = (render_fn(preceding_messages, flag) for flag in (False, True))
     except TemplateError:
@@ -176,8 +182,9 @@ def _find_turn_end(text_after_completion: str, end_of_conversation: str, turn_en
 def _locate_completions(
     rendered_text: str, preceding_texts: list[TextBeforeCompletion], final_text: str, turn_end_texts: list[str]
 ) -> list[Span] | None:
-    """Return the span of each completion and its turn's end, located by the template's texts around the completions;
-    None if these texts do not occur in `rendered_text`, or if several locations are possible."""
+    """Return the span of each completion, including the end of its turn. The completions are located by the texts that
+    the chat template writes around them; return None if these do not occur in `rendered_text`, or if several locations
+    are possible."""
     (first_text, _), *later_preceding_texts = preceding_texts
     next_texts = [text for text, _ in later_preceding_texts]
     search_start, search_end = len(first_text), len(rendered_text) - len(final_text)

@@ -20,7 +20,8 @@ _MAX_LISTED_REASONS = 5  # maximum number of reasons in a notice, since each row
 
 
 def make_unusable_rows_remedy(max_fraction: float, *, is_every_row_unusable: bool) -> str:
-    """Return the remedy in an error message about unusable rows, of which the fraction `max_fraction` is allowed."""
+    """Return the end of an error message about unusable rows: why they are too many, and the remedy. `max_fraction` is
+    the allowed fraction of unusable rows."""
     if is_every_row_unusable:
         return "none of those read can be: this training reads rows of another form; name their columns, or give others"
     return f"more than dataset.max_skipped_fraction = {max_fraction:g} allows; mend them, or raise it"
@@ -37,7 +38,7 @@ class SkippedRowEntry(NamedTuple):
 
 
 class RowChunk(NamedTuple):
-    """A batch of tokenised rows with their counts."""
+    """A batch of tokenised rows, with counts for the statistics of their split, and the rows that were left out."""
 
     batch: pa.RecordBatch
     skipped_rows: list[SkippedRowEntry]
@@ -50,12 +51,13 @@ class RowChunk(NamedTuple):
     `rendered_texts` have the end token of a turn in a text that the chat template renders as one turn, and
     `sized_images` give the size of an image."""
     unread_column_counts: Counter[str]
-    """Number of rows in which a column has a value that the tokenised row does not contain, by column name."""
+    """Number of rows with a value in a column that was not read, by the name of the column."""
 
 
 @dataclass
 class _FirstItemCounter:
-    """Counter that stores the description of the first counted item only, because there may be millions of items."""
+    """Counter of rows that stores the description of the first counted row only, because millions of rows can be
+    counted."""
 
     count: int = 0
     first_description: str = ""
@@ -80,7 +82,7 @@ class SplitCounts:
         self._error_counter, self._merged_counter = _FirstItemCounter(), _FirstItemCounter()
 
     def add(self, chunk: RowChunk) -> None:
-        """Add the rows of the next chunk."""
+        """Add the counts and lengths of the rows in the next chunk to the statistics."""
         lengths = [np.diff(chunk.batch.column(column).offsets.to_numpy()) for column in self._row_kind.token_id_columns]
         self._row_lengths.append(np.sum(lengths, axis=0).astype(np.int32))
         self._row_counts += chunk.counts
@@ -96,17 +98,18 @@ class SplitCounts:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows that were written to the prepared file."""
+        """Return the number of rows of the split that were written to the prepared file."""
         return sum(len(lengths) for lengths in self._row_lengths)
 
     @property
     def num_skipped(self) -> int:
-        """Return the number of rows that were left out of the prepared file."""
+        """Return the number of rows of the split that were left out of the prepared file."""
         return sum(counter.count for counter in self._skipped_by_reason.values())
 
     @property
     def _has_learned_end_token(self) -> bool:
-        """Return whether a row has a learned end token; return True too if the rows have no loss or all are cut."""
+        """Return whether an end token is learned in at least one row of the split. Return True too if the rows have no
+        loss, or if all rows were cut, so that their end tokens are missing."""
         is_always_truncated = self._row_counts["truncated_rows"] >= self.num_rows
         return not self._row_kind.mask_columns or is_always_truncated or self._row_counts["learned_ends"] > 0
 

@@ -14,31 +14,35 @@ from typing import Any
 from cosmos_core.errors import ModelError
 
 MAX_TEMPLATE_SECONDS = 10.0
-"""Time limit in seconds; rendering a conversation of a million tokens takes less than one second."""
+"""Time limit in seconds for one call of a chat template. Rendering a conversation of a million tokens takes less than
+one second."""
 MAX_TEMPLATE_BYTES = 2 << 30
-"""Memory limit in bytes, in addition to what the process already uses."""
+"""Memory limit in bytes for one call of a chat template, in addition to what the process already uses."""
 _PAGE_SIZE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _SIZE_REFRESH_SECONDS = 0.02
-"""Time for which a measured size is reused, because measuring takes longer than rendering a short row."""
+"""Time in seconds for which the measured memory size of the process is reused, because measuring it takes longer than
+rendering a short row."""
 _TEMPLATE_REMEDY = "mend the template, or leave the row out"
 
 
 class _TimeLimitExceeded(Exception):
-    """Error that the signal handler raises inside code that exceeds the time limit."""
+    """Error that the timer's signal handler raises inside a `limit_resources` block that exceeds its time limit."""
 
 
 class _ProcessLimits:
-    """Timer and measured size of this process, which all `limit_resources` blocks share."""
+    """Timer and measured memory size of this process, which all `limit_resources` blocks share."""
 
     def __init__(self) -> None:
         self.deadline = math.inf
-        """Time at which the running block exceeds its limit; infinity if no block runs."""
+        """Time of the monotonic clock at which the running `limit_resources` block exceeds its time limit; infinity if
+        no block runs."""
         self.is_timer_running = False
         self._address_space_bytes, self._next_measurement_time = 0, -math.inf
 
     @contextmanager
     def run_timer(self) -> Iterator[None]:
-        """Return a context manager with a timer; its signals raise an error in a block that exceeds its time limit."""
+        """Run a timer during the `with` block. The signal handler of the timer raises an error in a `limit_resources`
+        block that exceeds its time limit."""
         previous_handler: Any = signal.signal(signal.SIGALRM, self._raise_if_late)
         self.is_timer_running = True
         try:
@@ -60,7 +64,8 @@ class _ProcessLimits:
             raise _TimeLimitExceeded
 
     def measure_size_bytes(self) -> int:
-        """Return the size of this process's address space; a value is reused for `_SIZE_REFRESH_SECONDS`."""
+        """Return the size in bytes of this process's address space; a measured size is reused for
+        `_SIZE_REFRESH_SECONDS`."""
         if time.monotonic() >= self._next_measurement_time:
             with open("/proc/self/statm", "rb", buffering=0) as file:
                 self._address_space_bytes = int(file.read(64).split()[0]) * _PAGE_SIZE_BYTES

@@ -9,9 +9,10 @@ from cosmos_core.errors import DataError
 
 
 def read_tools(row: dict[str, Any], location: str) -> list[Any] | None:
-    """Return the tools in the column `tools`, a list of objects or its JSON, or None; raise DataError for other values.
-    Descriptions of functions without `type`, and those in the column `functions` (an older form of OpenAI's API), are
-    converted to `{"type": "function", "function": description}`, which chat templates read."""
+    """Return the descriptions of tools in a row's column `tools`, a list of objects or its JSON; None if the row has no
+    tools. Descriptions without `type`, and those in the column `functions` (an older form of OpenAI's API), are
+    converted to `{"type": "function", "function": description}`, which chat templates read. Raise DataError for other
+    values."""
     tools = row.get("tools")
     if isinstance(tools, str):
         decoded_tools = parse_json(tools)
@@ -49,8 +50,8 @@ def pop_tool_calls(turn: dict[str, Any], location: str) -> dict[str, Any]:
 
 
 def parse_sharegpt_calls(text: Any) -> tuple[str, list[Any]] | None:
-    """Return the thoughts (`<think>...</think>` or an empty text) and the tool calls in the text of a ShareGPT
-    `function_call`, which has the calls as JSON; None if the text holds no calls."""
+    """Return the thoughts (`<think>...</think>` or an empty text) and the tool calls in the text of a ShareGPT turn of
+    the role `function_call`, which has the calls as JSON; None if the text has no calls."""
     if not isinstance(text, str):
         return None
     # Try the text after each </think>, because the arguments of a call may contain this tag.
@@ -64,8 +65,8 @@ def parse_sharegpt_calls(text: Any) -> tuple[str, list[Any]] | None:
 
 
 def decode_arguments(calls: list[Any]) -> list[Any]:
-    """Return tool calls with their arguments decoded from JSON strings, which OpenAI's interface uses, to objects. Chat
-    templates serialise arguments to JSON, and would quote the string."""
+    """Return tool calls with their arguments as objects, decoded from the JSON strings of OpenAI's API. Chat templates
+    serialise the arguments to JSON, and would quote a string."""
     return [_convert_arguments(call, _decode_object) for call in calls]
 
 
@@ -86,7 +87,8 @@ def encode_arguments_in_turns(turns: Sequence[Mapping[str, Any]]) -> list[dict[s
 
 
 def uses_python_notation(calls: list[Any], text: str) -> bool:
-    """Return whether the rendered text of calls has arguments as Python dicts: its chat template needs JSON strings."""
+    """Return whether `text`, in which a chat template rendered tool calls, has their arguments as Python dicts. Such a
+    template needs the arguments as JSON strings."""
     functions = [call.get("function", call) for call in calls]
     call_arguments = [function.get("arguments") for function in functions if isinstance(function, dict)]
     return any(arguments and isinstance(arguments, dict) and str(arguments) in text for arguments in call_arguments)
@@ -115,7 +117,7 @@ def parse_json(json_text: Any) -> Any:
 
 
 def remove_nulls(json_value: Any) -> Any:
-    """Remove keys with None from the objects in a value: Arrow gives each object the keys of all rows."""
+    """Return a value without the keys with None in its objects: Arrow adds the keys of all rows to each object."""
     if isinstance(json_value, dict):
         return {key: remove_nulls(element) for key, element in json_value.items() if element is not None}
     return [remove_nulls(element) for element in json_value] if isinstance(json_value, list) else json_value

@@ -7,9 +7,10 @@ from cosmos_core.errors import DataError
 
 _WEIGHT_KEYS = ("weight", "loss", "train", "loss_mask", "trainable")
 _UNSUPPORTED_KEYS = ("loss_scale", "loss_weight", "train_detail", "training_detail")
-"""Unsupported keys that weight a turn, or parts of it, by other values than 0 and 1."""
+"""Unsupported keys of a conversation turn, which weight the turn or parts of it by other values than 0 and 1."""
 _SELECTION_KEY_REGEX = re.compile(r"loss|train|learn|mask|weight|ignore|supervise|target|skip|label", re.IGNORECASE)
-"""Pattern of keys with which other programs select tokens; such a key with a number, list, yes or no is refused."""
+"""Pattern of keys of turns with which other programs select tokens to learn. Such a key with a number, list, yes or no
+as value is refused."""
 
 
 def pop_turn_weight(turn: dict[str, Any], role: str, location: str) -> dict[str, int]:

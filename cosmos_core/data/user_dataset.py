@@ -35,7 +35,7 @@ from cosmos_core.transient import is_transient
 RENDERED_COLUMN = "rendered text"
 """Column with the text of a prompt exactly as the model sees it, without a chat template."""
 TOKENS_COLUMN, LABELS_COLUMN = "token_ids", "label_ids"
-"""Columns of a sequence that a packer has tokenised: token ids, and labels with -100 for tokens without a loss."""
+"""Columns of a row that a user's data packer has tokenised: token ids, and labels, -100 for tokens without a loss."""
 IGNORED_LABEL = -100
 """Label of a token without a loss."""
 
@@ -46,8 +46,8 @@ _UNSUPPORTED_METHODS = (
 
 
 class UserDatasetLoader:
-    """Loader of the data sets and data packers in user code that a recipe names. It calls their method `setup` with the
-    recipe and, if `setup` has two parameters without a default, or `tokenizer`, with the tokenizer."""
+    """Loader of data sets and data packers of user code, which a recipe names. It calls their method `setup` with the
+    recipe and, if `setup` has a second parameter that is required or named `tokenizer`, with the tokenizer."""
 
     def __init__(self, recipe: Recipe, load_tokenizer: Callable[[], Any]) -> None:
         self._recipe, self._load_tokenizer = _convert_tuples_to_lists(recipe), load_tokenizer
@@ -129,7 +129,8 @@ def _iterate_items(dataset: Any, name: str, num_items: int, algorithm: Algorithm
 
 
 def _apply_packer(packer_method: Callable[[Any], Any], algorithm: AlgorithmConfig, row: Row, location: str) -> Row:
-    """Convert a row with a method of a data packer; a prompt keeps the columns of its reference answer."""
+    """Convert a row with a method of a data packer. A prompt that the packer returns as text, turns or object keeps the
+    columns with the row's reference answer."""
     with convert_user_code_errors(location, packer_method):
         packed_item = packer_method(row)
     packed_row = _convert_item(packed_item, algorithm, location)
@@ -165,14 +166,16 @@ def _convert_item(item: Any, algorithm: AlgorithmConfig, location: str) -> Row:
 
 
 def _convert_array(value: Any) -> Any:
-    """Convert a number or 1D array of NumPy, pandas or torch to Python numbers, and NaN to None; else return it."""
+    """Convert a number or 1D array of NumPy, pandas or torch to Python numbers, and NaN to None; return any other value
+    unchanged."""
     if getattr(value, "ndim", 2) < 2 and hasattr(value, "tolist"):
         value = value.tolist()
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _make_reference_row(response: Any, algorithm: AlgorithmConfig) -> Row:
-    """Return a row with the reference answer as text, or as JSON if it is no text; an empty row if there is none."""
+    """Return a row with only the column of the reference answer `response`, as text, or as JSON if it is no text; an
+    empty row if `response` is None."""
     response = _convert_array(response)
     if response is None:
         return {}

@@ -37,9 +37,10 @@ class ImageTextTokens(NamedTuple):
 def expand_images(
     processor: ProcessorMixin, rendered_text: str, learned_spans: list[Span], images: list[Image], location: str
 ) -> ImageTextTokens:
-    """Return the tokens of a rendered text and its images, which are in the order of their placeholders, and the loss
-    mask of the spans to learn. Raise DataError if the text lacks an image or the processor refuses one, and ModelError
-    if the processor's tokenizer returns no offsets of tokens."""
+    """Tokenise a rendered text with its images, which are in the order of their placeholders in the text; return the
+    tokens, and a loss mask that is 1 in `learned_spans`. Raise DataError if the text does not have one placeholder per
+    image, or the processor refuses an image, and ModelError if the processor's tokenizer returns no offsets of
+    tokens."""
     if not processor.tokenizer.is_fast:
         raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
     image_placeholder = image_token_text(processor)
@@ -92,7 +93,8 @@ def expand_images(
 def _find_image_spans(
     processor: ProcessorMixin, rendered_text: str, processor_output: Any, location: str
 ) -> list[tuple[Span, Span]]:
-    """Return the span of each image's placeholder word in the text, with its span in the expanded text."""
+    """Return, for each image, the span of its placeholder word in the rendered text, and the span that replaces it in
+    the text in which the processor has expanded the placeholders."""
     if "text_replacement_offsets" in processor_output:
         text_replacements = processor_output["text_replacement_offsets"][0]
         return [(tuple(each["span"]), tuple(each["new_span"])) for each in text_replacements]
@@ -105,7 +107,8 @@ def _find_image_spans(
 
 
 def _map_to_expanded_text(text_position: int, image_spans: list[tuple[Span, Span]]) -> int:
-    """Map a position in the text to the position after the expansion of the image placeholders before it."""
+    """Return where a position in the rendered text is in the expanded text, in which the placeholders of images
+    (`image_spans`) have been replaced by longer ones."""
     return text_position + sum(
         (expanded_span[1] - expanded_span[0]) - (placeholder_span[1] - placeholder_span[0])
         for placeholder_span, expanded_span in image_spans
