@@ -101,8 +101,8 @@ def print_notices(notices: list[str]) -> None:
 
 
 def describe_usage_error(error: Any) -> str:
-    """Return the message for an error in the command line. For an unknown option, suggest `--set` if the command has
-    this option, because the unknown option may be a setting of the recipe."""
+    """Return the message for an error in the command line. For an unknown option, suggest `--set` if the command
+    accepts `--set`, because the unknown option may be a setting of the recipe."""
     click_context, syntax_hint = vars(error).get("ctx"), ""
     if {"option_name", "possibilities"} <= vars(error).keys():
         similar_options = difflib.get_close_matches(error.option_name, error.possibilities or (), cutoff=0.75)

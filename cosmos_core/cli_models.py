@@ -1,4 +1,5 @@
-"""`cosmos promote` and `rollback`, which select the published version at a target, and `cosmos check-model`."""
+"""`cosmos promote` and `rollback`, which select the version of a model that is published at a publication target, and
+`cosmos check-model`."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ def promote(
     target: TargetArgument,
     version: Annotated[str, typer.Argument(help="Version to publish; empty: list the stored versions.")] = "",
 ) -> None:
-    """Publish a stored version of a target; without a version, list the stored versions from old to new and mark the
-    published one."""
+    """Publish a model version that is stored at a publication target; without a version, list the stored versions from
+    old to new and mark the published one."""
     target_store = _open_publication_target(target)
     version_history = target_store.history()
     versions = target_store.versions() if hasattr(target_store, "versions") else list(dict.fromkeys(version_history))
@@ -45,7 +46,7 @@ def _format_metrics(target_store: Any, version: str) -> str:
 
 
 def rollback(target: TargetArgument) -> None:
-    """Publish the previously published version again; the current version stays stored."""
+    """Publish the model version that was published before the current one; the current version stays stored."""
     target_store = _open_publication_target(target)
     version_history = target_store.history()
     if len(version_history) < 2:

@@ -39,7 +39,7 @@ class MachineProperties:
     threads: int
     """Number of CPU threads that the process may use."""
     versions: dict[str, str]
-    """Version of each requested library that is installed."""
+    """Version of each library that was passed to `measure_machine` and is installed."""
     lacks: str = ""
     """Description of the missing requirement of torch.compile, such as a compiler; empty if nothing is missing."""
 
@@ -60,7 +60,7 @@ def count_usable_cores() -> int:
 
 
 def measure_machine(libraries: Sequence[str] = ()) -> MachineProperties:
-    """Return the hardware and the versions of the libraries as this process sees them."""
+    """Return the hardware of this machine and the versions of `libraries`, as this process sees them."""
     versions = {}
     for library in libraries:
         with suppress(PackageNotFoundError):
@@ -143,7 +143,8 @@ def map_device_entries_to_uuids() -> dict[str, str]:
 
 
 def _list_visible_gpus() -> tuple[tuple[str, str], ...]:
-    """Return the model name and UUID of each GPU that CUDA makes visible to this process."""
+    """Return the model name and UUID of each GPU that CUDA makes visible to this process; empty without an NVIDIA
+    driver."""
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible_devices is not None and visible_devices.strip() in {"", "-1"}:
         return ()

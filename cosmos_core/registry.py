@@ -1,7 +1,7 @@
 """Look up an object by its name in a folder of this package, or by a user's import path.
 
-`gsm8k` in the folder `cosmos_core.rewards` is `cosmos_core/rewards/gsm8k.py:gsm8k`; `my_pkg.my_module:thing` and
-`path/to/file.py:thing` are a user's own code and need no change in this package.
+`gsm8k` in the folder `cosmos_core.rewards` is `cosmos_core/rewards/gsm8k.py:gsm8k`. `my_pkg.my_module:thing` and
+`path/to/file.py:thing` are import paths of a user's own code and need no change in this package.
 """
 
 import ast
@@ -133,8 +133,8 @@ def locate_code(import_path: str) -> Path:
 
 
 def read_signature(import_path: str) -> inspect.Signature | None:
-    """Return the signature of a user's function, without annotations and with the defaults None. The file is not run;
-    None if the signature is known only after it has run, as that of a decorated function."""
+    """Return the signature of a user's function, without annotations and with None in place of each default. The file
+    is not run; None if the signature is known only after it has run, as that of a decorated function."""
     code_file, function_name = _find_code_file(import_path), import_path.rpartition(":")[2]
     module_globals: dict[str, Any] = {}
     try:
@@ -211,8 +211,8 @@ def _find_code_file(import_path: str) -> Path:
 
 
 def compute_code_digest(import_path: str) -> str:
-    """Return the digest of a user's code at an import path, for the fingerprint; it covers the whole file. Raises
-    `ConfigError` if the file or module does not exist."""
+    """Return the digest of a user's code at an import path, for the fingerprint of a stage; it covers the whole file.
+    Raises `ConfigError` if the file or module does not exist."""
     return hashlib.sha256(_find_code_file(import_path).read_bytes()).hexdigest()
 
 

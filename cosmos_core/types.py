@@ -105,7 +105,7 @@ class Outcome:
     metrics: dict[str, float] = field(default_factory=dict)
     """Final metrics that gates and the summary read, e.g. `validation/accuracy`."""
     info: dict[str, JsonValue] = field(default_factory=dict)
-    """Further entries of the result by name: outputs such as `model`, the checks of an export, notices."""
+    """Further entries of the result by name, such as the path of the `model`, the checks of an export, or notices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class FlowSampling:
     trained_steps: tuple[int, ...] = ()
     """Indices of the stochastic steps whose latents are kept for training."""
     keeps_transition_means: bool = False
-    """Whether the means of the steps in `trained_steps` are kept for training."""
+    """Whether the means of the distributions of the steps in `trained_steps` are kept for training."""
     schedule: str = ""
     """Schedule of noise levels, a key of `models.flow.SIGMA_SCHEDULES`; empty: the schedule of the model's family."""
     size: tuple[int, int] = (1024, 1024)
@@ -192,7 +192,7 @@ class FlowSampling:
     has_common_initial_noise: bool = False
     """Whether all samples of a prompt start from the same noise."""
     weights_name: str = "policy"
-    """Name of the weights with which the model samples, such as `policy`."""
+    """Name of the weights with which the model samples: `policy`, or `old` for the old policy of DiffusionNFT."""
 
 
 @dataclass(frozen=True, slots=True)

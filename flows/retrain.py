@@ -54,7 +54,7 @@ class Approval(RunInput):
     """Form that a person fills in before the model is published."""
 
     publish: bool
-    """Whether the model is published."""
+    """Whether the person approves the publication of the model."""
 
 
 @flow(name="retrain", flow_run_name=flow_run_name)
@@ -120,7 +120,8 @@ def retrain(
 
 
 def _check_can_be_suspended() -> None:
-    """Raise ConfigError if Prefect cannot suspend this flow run until a person has decided."""
+    """Raise ConfigError if Prefect cannot suspend this flow run until a person has approved or declined a
+    publication."""
     if not deployment.id:
         raise ConfigError("approve = true needs a deployment: a run that is suspended is started again by its worker")
     if flow_run.parent_flow_run_id:
@@ -135,7 +136,7 @@ def _find_idle_state(
 ) -> State[Any] | None:
     """Return the final state of a flow run that has nothing to do; None if it has to train or to publish. It has
     nothing to do if the same data and settings were trained already, if that run waits for an approval, or, for a flow
-    run that was resumed, if newer data was published since."""
+    run that was resumed, if a model of newer data was published since."""
     if last_state is None:
         return None
     if last_state.digest == digest and last_state.outcome:
@@ -237,7 +238,7 @@ def _is_approved(run: Run, approval: liveness.PublicationApproval) -> bool:
 
 
 def _list_stages_to_run(run: Run, stage_names: list[str]) -> list[str]:
-    """Return the names of the stages without a complete result, and of stages that always run, such as gates."""
+    """Return those of `stage_names` that have no complete result, and stages that always run, such as gates."""
     results = {name: read_result(run.stage_path(name)) for name in stage_names}
     finished_stages = {
         name for name, result in results.items() if result and not find_output_damage(run.stage_path(name), result)

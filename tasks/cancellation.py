@@ -48,7 +48,8 @@ sends each request only once."""
 
 
 def wait_unless_cancelled(pending_futures: Collection[futures.Future[Any]]) -> bool:
-    """Wait until all futures have ended, or return True as soon as the flow run is cancelled or suspended."""
+    """Wait until all futures have ended, and return False; return True as soon as the flow run is cancelled or
+    suspended."""
     while pending_futures:
         pending_futures = futures.wait(pending_futures, timeout=_MAX_REQUEST_SECONDS).not_done
         if pending_futures and is_cancelled():
@@ -135,7 +136,8 @@ def stop_on_signals(
 
 
 def terminate_on_signals(run: Run) -> None:
-    """Let the signals of `train.signal_to_handle` end the flow as SIGTERM does; confirm its cancellation at exit."""
+    """Let the signals that the recipes of the run name in `train.signal_to_handle` end the flow as SIGTERM does. At its
+    exit, this process sets the state Cancelled of the flow run if the flow run is being cancelled."""
     confirm_cancellation_at_exit()
 
     def handle_signal(signal_number: int, stack_frame: object) -> None:

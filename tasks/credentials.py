@@ -21,8 +21,9 @@ _CREDENTIAL_PREFIXES = ("AWS_", "PROD_S3_CHECKPOINT_", "HF_TOKEN", "HF_ENDPOINT"
 
 
 def set_credentials(pipeline: Pipeline | None) -> None:
-    """Set the environment variables that the Secret block contains, if the block exists and the pipeline refers to a
-    store or the Hub. `pipeline` is None if its config file is in a store and was not downloaded yet."""
+    """Set the environment variables that the Secret block `cosmos-credentials` of Prefect contains, if the block exists
+    and the pipeline refers to an S3 store or the Hub. `pipeline` is None if its config file is in a store and was not
+    downloaded yet."""
     mask_log_records()
     if pipeline is not None and not _uses_remote_storage(pipeline):
         return
@@ -51,8 +52,9 @@ def set_credentials(pipeline: Pipeline | None) -> None:
 
 
 def set_command_credentials(pipeline: Pipeline | None) -> None:
-    """Set the environment variables of the Secret block before a command accesses stores and Hubs, if a Prefect server
-    is configured. If the server does not respond, only warn: the environment may contain all credentials already."""
+    """Set the environment variables of the Secret block `cosmos-credentials` before a command accesses stores and Hubs,
+    if a Prefect server is configured. If the server does not respond, only warn: the environment may contain all
+    credentials already."""
     if not os.environ.get("PREFECT_API_URL"):
         return
     import httpx

@@ -67,7 +67,8 @@ class StageCall(JsonDocument):
     tables: dict[str, Any]
     """Recipe tables for the stage that the call adds."""
     stages: list[str] = []
-    """Names of the stages that the call added, in topological order: the stage itself, and stages added implicitly."""
+    """Names of the stages that the call added, in topological order: the stage itself, and stages added implicitly,
+    such as `NAME-data`, which prepares the rows of the stage `NAME`."""
 
 
 class StageNotAdded(UploadError):
@@ -143,11 +144,11 @@ class PythonFlowState:
     @contextmanager
     def add_stage(self, call: StageCall, source_file: Path) -> Iterator[tuple[Run, list[str]]]:
         """Add the stage of a task call to the run, unless an earlier execution has added it. Yield the run and the
-        names of the stages of the call: the stage, and stages that were added implicitly. During the `with` block this
-        process claims the run, so that no other process works on it. When the last concurrent call ends, write the
-        report and release the run. Raises `ConfigError` if the settings are wrong, the run has a finished stage of this
-        name with other settings, or another process works on the run. Raises `StageNotAdded` if a publication target or
-        the artifact store does not respond."""
+        names of the stages of the call: the stage, and stages that were added implicitly, such as `NAME-data`, which
+        prepares its rows. During the `with` block this process claims the run, so that no other process works on it.
+        When the last concurrent call ends, write the report and release the run. Raises `ConfigError` if the settings
+        are wrong, the run has a finished stage of this name with other settings, or another process works on the run.
+        Raises `StageNotAdded` if a publication target or the artifact store does not respond."""
         with worker.register_active_run():
             with self._state_lock:
                 self._num_active_calls += 1

@@ -33,9 +33,10 @@ _SOURCE_KIND_BY_ROLE: dict[str, Literal["model", "data"]] = {"model": "model", "
 
 
 def read_upstream_results(run: Run, stage: StageConfig) -> dict[str, Result]:
-    """Return the manifests of the stages in `after` by stage name, each with the added key `path`, the folder of that
-    stage. If `stage` exports a checkpoint, or passes metrics on as a gate does, the metrics of a training are replaced
-    by those of the checkpoint that is exported. Raises `StageFailed` if a stage in `after` has no result."""
+    """Return the manifests of the stages in `after` by stage name, each with the key `path`, the folder of its stage,
+    added. If `stage` exports a checkpoint of a training, or passes metrics on as a gate does, the metrics in the
+    manifest of the training are those of the exported checkpoint. Raises `StageFailed` if a stage in `after` has no
+    result."""
     upstream_results = {}
     reads_checkpoint_metrics = run.pipeline.stage_kind(stage).forwards_metrics or stage.checkpoint
     for name in stage.after:

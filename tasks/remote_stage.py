@@ -148,8 +148,9 @@ def require_second_slot(
 
 def count_lost_child_run(path: Path) -> int:
     """Count one more child flow run that ended without recording an error, since its machine or process was lost.
-    Return the number of consecutive losses without a new checkpoint, which is kept in `pool.json`. If no child flow run
-    began, return the number of failures in `state.json`, which `record_failure` has increased."""
+    Return the number of consecutive child flow runs that were lost without a new checkpoint, which is kept in
+    `pool.json`. If no child flow run began, return the number of failures in `state.json`, which `record_failure` has
+    increased."""
     child, stage_state = read_document(path / CHILD_RUN_FILE, ChildFlowRun), read_state(path)
     if child is None or not child.flow_run:
         return stage_state.failures

@@ -193,9 +193,9 @@ def _find_stage_key_of_first_argument(kind: StageKind) -> str:
 
 
 def _run_tasks_of_call(run: Run, name: str, stage_names: Sequence[str]) -> State[Any] | StageHandle:
-    """Run `stage_names` in topological order: the stage `name`, and the stages that a call added implicitly, each as a
-    task. Return the handle of the stage `name`, or the final state of the first stage without a result. Raises
-    `CosmosError` if an attempt of the stage failed, and the stage is to be retried."""
+    """Run `stage_names` in topological order: the stage `name`, and stages that its call added implicitly, such as
+    `NAME-data`, each as a task. Return the handle of the stage `name`, or the final state of the first stage without a
+    result. Raises `CosmosError` if an attempt of the stage `name` failed and is to be retried."""
     if is_cancelled():
         raise Cancelled("the flow run was cancelled")
     outcome_by_stage: dict[str, Any] = {}

@@ -48,7 +48,8 @@ class StageSync:
 
     def receive_inputs(self) -> None:
         """Fetch the manifests of the stages in `after`, and the output files of those stages whose files this stage
-        reads. Raises `ConfigError` or `UploadError` if the store cannot be accessed or has lost a file."""
+        reads, from the artifact store. Raises `ConfigError` or `UploadError` if the store cannot be accessed or has
+        lost a file."""
         input_stages = {referenced_stage(each.location) for each in self._run.pipeline.inputs(self._stage)}
         stage_kind = self._run.pipeline.stage_kind(self._stage)
         # A stage that merges models, or selects one, names them only in `after`, so it reads all stages listed there.
@@ -69,8 +70,8 @@ class StageSync:
                 _write_result(upstream_path, result)
 
     def find_result(self, expected_fingerprint: Fingerprint) -> Result | None:
-        """Adopt a result with the expected fingerprint, which any machine may have stored, as the result of this
-        stage, and return it; return None if the store has no such result."""
+        """Adopt a result with the expected fingerprint, which any machine may have put into the artifact store, as the
+        result of this stage, and return it; return None if the store has no such result."""
         stored_result = self._store.find_stored_result(expected_fingerprint.value) if self._store else None
         if stored_result is None:
             return None
@@ -140,9 +141,9 @@ class StageSync:
                     sync_thread.join()
 
     def send_result(self, result: Result) -> Result:
-        """Store a result of this stage and return it. The manifest is stored last, which makes the stage complete for
-        all machines. Raises `ConfigError` or `UploadError` if the store refuses access or cannot be reached, and
-        `StageFailed` if another machine has taken over the stage."""
+        """Send a result of this stage to the artifact store and return it. The manifest is sent last, which makes the
+        stage complete for all machines. Raises `ConfigError` or `UploadError` if the store refuses access or cannot be
+        reached, and `StageFailed` if another machine has taken over the stage."""
         if self._store is None:
             return result
         if self._lease:
@@ -159,12 +160,13 @@ class StageSync:
         return result
 
     def send_stage_state(self) -> None:
-        """Store the state of the stage, if the store can be reached."""
+        """Send the state of the stage to the artifact store, if the store can be reached."""
         if self._store is not None:
             _call_with_logged_errors(lambda: self._open_stored_record().push(is_final=True), self._stage_path)
 
     def send_run(self) -> str:
-        """Store what another machine needs to run this stage; return the run's directory, or its URL in the store."""
+        """Send what another machine needs to run this stage to the artifact store. Return the URL of the run in the
+        store, or the run's directory if there is no store."""
         stored_record = self._open_stored_record() if self._store else None
         stored_state = stored_record.read_state() if stored_record else None
         if stored_record and stored_state and stored_state.forced_by == read_state(self._stage_path).forced_by:
@@ -178,7 +180,7 @@ class StageSync:
         return self._store.put_run(self._run.path, has_new_stages=True)
 
     def make_progress_mirror(self) -> Callable[[], None]:
-        """Return a function that fetches the state and progress of the stage from the store, for display."""
+        """Return a function that fetches the state and progress of the stage from the artifact store, for display."""
         if self._store is None:
             return lambda: None
         # All calls use the same `StoredRecord`, because it remembers which files it has fetched.
@@ -187,7 +189,7 @@ class StageSync:
 
     def receive_result(self) -> Result | None:
         """Return the manifest of this stage from any machine; None if the stage is not complete. Raises `ConfigError`
-        or `UploadError` if the store refuses access or cannot be reached."""
+        or `UploadError` if the artifact store refuses access or cannot be reached."""
         if self._store is None:
             return read_result(self._stage_path)
         self._open_stored_record().pull()
@@ -197,7 +199,8 @@ class StageSync:
         return stored_result
 
     def receive_state(self) -> None:
-        """Fetch the state of the stage from the store if another machine has worked on the stage in the meantime."""
+        """Fetch the state of the stage from the artifact store if another machine has worked on the stage in the
+        meantime."""
         if self._store is None:
             return
         local_state, stored_record = read_state(self._stage_path), self._open_stored_record()
@@ -238,7 +241,8 @@ class StageSync:
 
     @cached_property
     def _stored_run_name(self) -> str:
-        """Return the name of the run in the store: its id, or another name if another run in the store has this id."""
+        """Return the name of the run in the artifact store: its id, or another name if another run in the store has
+        this id."""
         assert self._store is not None
         return self._store.put_run(self._run.path).rpartition("/")[2]
 

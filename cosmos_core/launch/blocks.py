@@ -24,7 +24,7 @@ _URL_PATHS = {ENQUEUE_URL_VARIABLE: "enqueue", FETCH_URL_VARIABLE: "pull"}
 
 
 class RewardService(Block):
-    """Block with the address of a reward service that is already running."""
+    """Prefect block with the address of a reward service that is already running."""
 
     _block_type_name = "Cosmos reward service"
     _block_type_slug = BLOCK_SLUG
@@ -34,7 +34,7 @@ class RewardService(Block):
     token: SecretStr = Field(default=SecretStr(""), description="Its bearer token; empty: it asks for none.")
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables that tell a client the address and token of the service."""
+        """Return the environment variables that tell a client the address and token of this block's reward service."""
         urls = [url.strip().rstrip("/") for url in self.url.split(",") if url.strip()]
         service_urls = {name: ",".join(f"{url}/api/reward/{path}" for url in urls) for name, path in _URL_PATHS.items()}
         return {**service_urls, TOKEN_VARIABLE: self.token.get_secret_value()}
@@ -75,6 +75,6 @@ def read_service_variables(prefect_client: Any, block_name: str) -> dict[str, st
 
 
 def delete_service_block(prefect_client: Any, block_name: str) -> None:
-    """Delete the reward service block of this name if it exists."""
+    """Delete the Prefect block `block_name` of the type `RewardService`, if it exists."""
     with suppress(ObjectNotFound):
         prefect_client.delete_block_document(prefect_client.read_block_document_by_name(block_name, BLOCK_SLUG).id)

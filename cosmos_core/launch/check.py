@@ -127,7 +127,8 @@ def check_first_rows(pipeline: Pipeline) -> None:
 
 
 def _has_prepared_rows(pipeline: Pipeline, stage: StageConfig) -> bool:
-    """Return True if a stage without upstream stages has already run on the same rows; otherwise return False."""
+    """Return True if a stage without upstream stages has already run, in any run, with its present rows and
+    settings."""
     if stage.after:
         return False
     output_dir = pipeline.output_dir.expanduser().absolute()
@@ -182,9 +183,9 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
 
 
 def _find_base_stage(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:
-    """Return the first stage of the chain of stages through which `stage` gets its model. The external model of the
-    first stage exists already and has the same architecture. Return None if the architecture may differ, or if the
-    external model is not in one local folder."""
+    """Return the stage with whose external model `stage` can be checked before the stages run: the first stage of the
+    chain of stages through which `stage` gets its model. Return None if a stage of the chain may change the
+    architecture, or if the external model is not in one local folder."""
     original_stage = stage
     while upstream_name := referenced_stage(stage.model):
         stage = pipeline.stage(upstream_name)

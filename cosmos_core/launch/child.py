@@ -29,7 +29,8 @@ class SupervisedProcess:
         inherited_environment: Mapping[str, str] = os.environ,
         inherited_descriptors: Sequence[int] = (),
     ) -> None:
-        """Start the command with `inherited_environment` and `environment`; its output is appended to `log_path`."""
+        """Start the command with the variables in `inherited_environment` and `environment`; its output is appended to
+        `log_path`."""
         self.attempt_id = uuid.uuid4().hex
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._scratch_lock_descriptor = processes.create_scratch_folder(self.attempt_id)

@@ -74,7 +74,8 @@ def decide_retention(output_dir: Path, *, num_kept_runs: int, older_than_seconds
 
 
 def remove_runs(output_dir: Path, decisions: Iterable[RetentionDecision]) -> Iterator[RetentionDecision]:
-    """Remove the runs without a reason to keep them that do not run again; yield the decision for each removed run."""
+    """Remove each run whose decision has no reason to keep it, unless the run has started again meanwhile. Yield the
+    decision for each removed run."""
     trash_folder = output_dir / SHARED_FOLDER / "removed"
     trash_folder.mkdir(parents=True, exist_ok=True)
     removed_run_ids = []
@@ -183,7 +184,7 @@ def _read_published_records(target_address: str) -> list[dict[str, Any]]:
 
 
 def _keep_referenced_runs(run_paths: list[Path], reasons_to_keep: dict[Path, str]) -> None:
-    """Add reasons to keep the runs to which settings and manifests of kept runs refer, directly or indirectly."""
+    """Add to `reasons_to_keep` the runs to which settings and manifests of kept runs refer, directly or indirectly."""
     unvisited_run_paths = [path for path in run_paths if path in reasons_to_keep]
     while unvisited_run_paths:
         kept_run_path = unvisited_run_paths.pop()

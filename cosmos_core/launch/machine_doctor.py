@@ -108,7 +108,8 @@ def check_shared_memory(free_bytes: int) -> Diagnosis:
 
 
 def check_file_locks(folder: Path, setting_name: str = "pipeline.output_dir") -> Diagnosis:
-    """Report whether file locks work in the folder of a setting: a file that is open twice can be locked only once."""
+    """Report whether file locks work in `folder`, the value of the setting `setting_name`: a file that is open twice
+    can be locked only once."""
     folder_remedy = f"set {setting_name} to a folder with locks, such as one on a local disk or NFS 4"
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".cosmos-lock-") as file, open(file.name) as reopened_file:

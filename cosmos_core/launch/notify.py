@@ -30,8 +30,8 @@ _MESSAGE_TEMPLATE = (
     'event.payload.published if event.payload.published else "") ~ "\\n" ~ event.payload.report ~ (" " ~ '
     'event.payload.card if event.payload.card else "")'
 )
-"""Jinja expression of the notification text, with the path of the report and the URL of the run's card in Prefect's
-UI."""
+"""Jinja expression of the notification text, with the path of the run's report and the URL of its artifact in
+Prefect."""
 
 
 def parse_notification_channels(channel_options: Sequence[str]) -> dict[str, str]:

@@ -51,7 +51,7 @@ class StoredObject:
     size: int
     etag: str
     modified_time: float
-    """Time at which the object was written, in seconds since 1970 by the clock of the store."""
+    """Time at which the object was written, in seconds since 1970 by the clock of the S3 store."""
 
 
 def thread_map(function: Callable[..., T], all_args: Iterable[tuple[Any, ...]], num_threads: int, name: str) -> list[T]:
@@ -146,11 +146,12 @@ class Bucket:
         return s3_client
 
     def url(self, key: str) -> str:
-        """Return the URL of an object or a prefix."""
+        """Return the s3:// URL of an object or a prefix in this bucket."""
         return f"{S3_SCHEME}{self.name}/{key}"
 
     def check_write_access(self, key: str) -> None:
-        """Check that the object `key` may be read and written; write nothing. For errors see `translate_errors`."""
+        """Check that the credentials permit to read and write the object `key`; write nothing. For errors see
+        `translate_errors`."""
         from botocore.exceptions import ClientError
 
         with translate_errors(f"{S3_SCHEME}{self.name}"):
@@ -164,7 +165,7 @@ class Bucket:
                     raise
 
     def read_clock(self) -> float:
-        """Return the time by the clock of the store, in seconds since 1970."""
+        """Return the time by the clock of the S3 store, in seconds since 1970."""
         response_headers = self.s3_client.head_bucket(Bucket=self.name)["ResponseMetadata"]["HTTPHeaders"]
         return parsedate_to_datetime(response_headers["date"]).timestamp()
 
@@ -301,7 +302,7 @@ class _TransferDigest:
             self._hash, self._expected_digest = hashlib.md5(usedforsecurity=False), etag
 
     def update(self, block: bytes) -> None:
-        """Add the next block of the object to the digest."""
+        """Add the next received block of an object to the digest."""
         if self._hash is not None:
             self._hash.update(block)
 
@@ -375,8 +376,8 @@ def _read_error_code(error: Any) -> str:
 
 def _read_environment_variable(cosmos_variable_suffix: str, *aws_variables: str) -> str | None:
     """Return the value of the first environment variable in `aws_variables` that is set. If the access key of Cosmos-RL
-    is set, return the value of the variable of Cosmos-RL with this suffix instead. White space around a value is
-    removed: a mounted secret may end with a line break."""
+    is set, return the value of the variable of Cosmos-RL that ends in `cosmos_variable_suffix` instead. White space
+    around a value is removed: a mounted secret may end with a line break."""
     has_cosmos_access_key = os.environ.get(f"{_COSMOS_VARIABLE_PREFIX}ACCESS_KEY_ID")
     names = (f"{_COSMOS_VARIABLE_PREFIX}{cosmos_variable_suffix}",) if has_cosmos_access_key else aws_variables
     return next((value for name in names if (value := os.environ.get(name, "").strip())), None)

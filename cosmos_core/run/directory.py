@@ -307,7 +307,8 @@ def create_writable_folder(folder: Path) -> Path:
 def _create_run_folder(
     output_dir: Path, run_id: str, pipeline_toml: str, start_info: RunStartInfo, max_suffix: int
 ) -> Path:
-    """Create the folder of a run atomically. If a run of this name exists, append a number up to `max_suffix` to it."""
+    """Create the folder of a run atomically. If a run with the id `run_id` exists, append a number to the id; raise
+    `ConfigError` if the ids with all numbers up to `max_suffix` exist too."""
     if not _RUN_ID_PATTERN.fullmatch(run_id):
         naming_rule_text = "must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
         raise ConfigError(f"run_id = {run_id!r} {naming_rule_text}")
@@ -366,7 +367,7 @@ def find_differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
 
 
 def _find_changed_values(pipeline: Pipeline, saved_settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of `pipeline`, by key, that differ from those saved in the run directory."""
+    """Return the settings of `pipeline`, by key, that differ from `saved_settings`, those of another pipeline."""
     current_values, saved_values = _flatten_settings(pipeline.as_toml()), _flatten_settings(saved_settings)
     setting_keys = sorted({*current_values, *saved_values})
     return {key: current_values.get(key) for key in setting_keys if current_values.get(key) != saved_values.get(key)}

@@ -51,7 +51,7 @@ def find_disk_error(folder: Path) -> DiskFull | None:
 
 @contextmanager
 def raise_disk_full(path: Path) -> Iterator[None]:
-    """Raise `DiskFull` in place of an `OSError` of the block if it means that the disk is full or read-only."""
+    """Raise `DiskFull` in place of an `OSError` of the `with` block if it means that the disk is full or read-only."""
     try:
         yield
     except OSError as error:
@@ -62,7 +62,8 @@ def raise_disk_full(path: Path) -> Iterator[None]:
 
 @contextmanager
 def warn_if_disk_full(description: str) -> Iterator[None]:
-    """Log a warning about `description` in place of an `OSError` of the block if the disk is full or read-only."""
+    """Log a warning about `description` in place of an `OSError` of the `with` block if the disk is full or
+    read-only."""
     try:
         yield
     except OSError as error:
@@ -94,7 +95,8 @@ def write_bytes(path: Path, content: bytes, *, fsync: bool = True) -> None:
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file that replaces `path` atomically when the block ends without an error."""
+    """Yield the path of a temporary file that replaces `path` atomically when the `with` block ends without an
+    error."""
     # The name has the thread id, because threads for parallel stages may replace the same file at the same time.
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
@@ -187,8 +189,8 @@ def user_cache_folder() -> Path:
 
 @contextmanager
 def replace_folder(target_folder: Path) -> Iterator[Path]:
-    """Yield a new empty folder that replaces `target_folder` when the block ends without an error. A reader sees the
-    old folder, for an instant no folder, then the new folder, but never a mixture of both."""
+    """Yield a new empty folder that replaces `target_folder` when the `with` block ends without an error. A reader sees
+    the old folder, for an instant no folder, then the new folder, but never a mixture of both."""
     target_folder.parent.mkdir(parents=True, exist_ok=True)
     new_folder = target_folder.with_name(f".{target_folder.name}.{os.getpid()}.tmp")
     _remove_stale_folders(target_folder)

@@ -97,7 +97,8 @@ def save_estimate(pipeline: Pipeline, output_dir: Path, gpu_seconds: Mapping[str
 
 
 def read_saved_estimate(pipeline: Pipeline, output_dir: Path) -> dict[str, float | None]:
-    """Return the last estimate of a pipeline with the same settings; empty if there is none."""
+    """Return the last estimate of the GPU seconds of each stage of a pipeline with the same settings; empty if there is
+    none."""
     saved_estimate = read_document(_locate_estimate_file(pipeline, output_dir), GpuTimeEstimate)
     return saved_estimate.gpu_seconds if saved_estimate else {}
 

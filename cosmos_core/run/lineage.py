@@ -80,7 +80,8 @@ def _find_replaced_model(stage_path: Path, digest_by_file: dict[str, str]) -> st
 
 
 def collect_lineage(stage_path: Path) -> list[LineageEntry]:
-    """Return the entries for a stage and all its inputs, each once; raise ConfigError if the stage has not finished."""
+    """Return the lineage entries of a stage and all its inputs, each once; raise ConfigError if the stage has not
+    finished."""
     result = read_result(stage_path)
     if result is None:
         raise ConfigError(f"{stage_path} has no result.json: the stage did not finish")

@@ -148,7 +148,8 @@ def _read_flow_state(run_path: Path) -> Literal["", "running", "completed", "fai
 
 
 def find_dead_holder_start_time(run_path: Path) -> float | None:
-    """Return the start time of the command whose process claimed a run and has ended; None if it is alive or remote."""
+    """Return the start time of the command whose process claimed a run and has ended. Return None if no process claimed
+    the run, or if the process is alive or on another machine."""
     run_holder = read_holder(run_path)
     return run_holder.since if run_holder is not None and run_holder.has_ended else None
 

@@ -91,7 +91,7 @@ def create_locked_folder(folder: Path, parent_setting_text: str = "TMPDIR = ") -
 
 @contextmanager
 def make_locked_folder(folder: Path, parent_setting_text: str = "TMPDIR = ") -> Iterator[None]:
-    """Create a folder as `create_locked_folder` does, and remove it at the end of the block."""
+    """Create a folder as `create_locked_folder` does, and remove it at the end of the `with` block."""
     lock_descriptor = create_locked_folder(folder, parent_setting_text)
     try:
         yield

@@ -134,7 +134,8 @@ def commit_manifest(
 
 
 def compute_result_digest(result: Result) -> str:
-    """Return one digest over everything that later stages may read: files, info, and metrics except time and memory."""
+    """Return one digest over everything in a result that later stages may read: files, info, and metrics except time
+    and memory."""
     output_digest_lines = sorted(f"{file_record['path']}\0{file_record['sha256']}" for file_record in result["outputs"])
     ignored_metric_prefixes = ("time/", "throughput/", "memory/")
     metrics = {key: value for key, value in result["metrics"].items() if not key.startswith(ignored_metric_prefixes)}

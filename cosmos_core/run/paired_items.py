@@ -135,7 +135,8 @@ def _read_item_values(metric: str, items_file: Path) -> dict[tuple[int, str], fl
 
 
 def _compute_detection_factor(confidence: float) -> float:
-    """Return the number of standard errors that a difference must have to be detected in 80 of 100 cases."""
+    """Return the number of standard errors that a difference must have so that a test with this confidence detects it
+    in 80 of 100 cases."""
     return NormalDist().inv_cdf(confidence) + NormalDist().inv_cdf(_TEST_POWER)
 
 

@@ -52,9 +52,9 @@ def register_result(output_dir: Path, stage_path: Path, fingerprint_value: str) 
 def decide_reuse(
     output_dir: Path, stage_path: Path | None, expected_fingerprint: Fingerprint, *, ignores_cache: bool = False
 ) -> StageDecision | None:
-    """Decide whether a stage reuses a result of a finished stage with the same fingerprint; None if no stage has
-    finished with this fingerprint. `stage_path` is the directory of the stage in its run (None: the run does not exist
-    yet)."""
+    """Return the decision whether a stage reuses the result of a finished stage with the same fingerprint; None if no
+    stage has finished with this fingerprint. `stage_path` is the directory of the stage in its run (None: the run does
+    not exist yet)."""
     entry_files = sorted(fingerprint_folder(output_dir, expected_fingerprint.value).glob("*.json"), reverse=True)
     # Use generators, so that the entries of other runs, of which there may be hundreds, are read only if needed.
     stage_names = (entry.get("stage") for entry in map(read_json_object, entry_files))

@@ -35,7 +35,7 @@ _PIN_PATTERN = re.compile("#[0-9a-f]{64}$")
 
 def pin_urls(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with the digest of the present content appended to every S3 URL. Raises `DataError` if there
-    is no object at a URL or the store is not reachable, and `ConfigError` if it refuses the credentials."""
+    is no object at a URL or the S3 store is not reachable, and `ConfigError` if the store refuses the credentials."""
     pinned_urls: dict[str, str] = {}
 
     def pin_url(reference_kind: ReferenceKind, reference: str) -> str:
@@ -60,10 +60,10 @@ def append_content_digest(url: str) -> str:
 def download_inputs(
     pipeline: Pipeline, stage: StageConfig, output_dir: Path, on_file: Callable[[], None]
 ) -> tuple[StageConfig, Recipe]:
-    """Download the inputs of a stage from stores to the shared folder of the runs in `output_dir`, and return the stage
-    and its recipe with local paths in place of URLs. `on_file` is called before each file and may raise an error.
+    """Download the inputs of a stage from S3 stores to the shared folder of the runs in `output_dir`, and return the
+    stage and its recipe with local paths in place of URLs. `on_file` is called before each file and can raise an error.
     Raises `DataError` if the content has changed since it was pinned or the store is not reachable, and `ConfigError`
-    if it refuses the credentials."""
+    if the store refuses the credentials."""
     recipe = pipeline.recipes[stage.name]
     urls = {stage_input.location for stage_input in pipeline.inputs(stage) if stage_input.location_type == "store"}
     if not urls:

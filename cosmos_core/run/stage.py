@@ -39,7 +39,7 @@ class Stage(Workspace):
     config: StageConfig
     """Entry of the stage in `[[pipeline.stages]]`."""
     recipe: Recipe
-    """Resolved recipe of the stage."""
+    """Recipe of the stage, with overrides applied and defaults filled in."""
     model: str
     """Folder or Hub id of the model to start from."""
     data: Path | None

@@ -48,7 +48,8 @@ class StageState(Launcher):
     failures: int = 0
     """Number of consecutive failed attempts without progress."""
     failed_at: int | None = None
-    """Step of the newest checkpoint when the last attempt failed."""
+    """Step of the newest checkpoint when the last attempt failed; None: no attempt failed, or there was no
+    checkpoint."""
     failed_with: str = ""
     """Step and error message of the last attempt if its program failed with a permanent error; otherwise empty."""
     is_repeated: bool = False

@@ -7,7 +7,7 @@ _TRAIN_POLICY_ROW_KEYS = (
     "dataset", "clean", "data_packer", "conversation_column_name", "prompt_column_name", "response_column_name",
     "chosen_column_name", "rejected_column_name", "label_column_name", "system_prompt",
 )  # fmt: skip
-"""Keys of `train.train_policy` that determine the rows."""
+"""Keys of `train.train_policy` that determine the prepared rows."""
 DATASET_ROW_KEYS = (
     "name", "label", "weight", "arguments", "subset", "revision", "split", "test_size", "max_skipped_fraction",
     "columns", "system_prompt", "keep", "pass_rates",
