@@ -318,8 +318,8 @@ def _make_recipe_path(options: dict[str, str], output_file: str) -> Path:
 
 
 def _write_recipe(options: dict[str, str], settings: list[_Setting], output_file: str) -> Path:
-    """Write the recipe and return its path. An existing file is overwritten only if an earlier command wrote it, nobody
-    has edited it and no running command uses it; otherwise raise `ConfigError`."""
+    """Write the recipe and return its path. An existing file is overwritten only if an earlier command wrote it, no
+    user has edited it and no running command uses it; otherwise raise `ConfigError`."""
     path, recipe_text = _make_recipe_path(options, output_file), _render_recipe(options, settings)
     try:
         with path.open("a+", encoding="utf-8") as recipe_file:

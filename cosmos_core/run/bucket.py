@@ -150,7 +150,7 @@ class Bucket:
         return f"{S3_SCHEME}{self.name}/{key}"
 
     def check_write_access(self, key: str) -> None:
-        """Check that the credentials permit to read and write the object `key`; write nothing. For errors see
+        """Check that the credentials allow reading and writing the object `key`; write nothing. For errors see
         `translate_errors`."""
         from botocore.exceptions import ClientError
 

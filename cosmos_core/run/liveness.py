@@ -107,7 +107,8 @@ def record_flow_state(run_path: Path, flow_state: str) -> None:
 
 
 def record_stop(run_path: Path, stage_names: Iterable[str]) -> None:
-    """Record that the flow of a TOML file was asked to stop, unless all stages in `stage_names` are finished."""
+    """Record that the flow of a TOML file received a request to stop, unless all stages in `stage_names` are
+    finished."""
     if not all(read_state(run_path / "stages" / name).state in FINISHED_STATES for name in stage_names):
         record_flow_state(run_path, "stopped")
 
