@@ -84,7 +84,7 @@ class TrainerView(Protocol):
         Args:
             samples: samples to run through the model.
             request: outputs to compute; None: the default outputs of the adapter.
-            weights: name of the weight set to use, such as `policy`, `reference` or `teacher`.
+            weights: name of the weights to use, such as `policy`, `reference` or `teacher`.
             size: number of samples in a forward pass; None: `mini_batch`.
         """
 
@@ -114,13 +114,14 @@ class Algorithm:
     null_text: Mapping[str, Tensor] | None = None
     """Embedding of the empty prompt for classifier-free guidance, as tensors by name; None for language models."""
     data_term: Callable[[int, Sequence[int], int], Update] | None = None
-    """Function that returns the supervised loss on data rows that a diffusion model adds to an optimizer step, from the
-    number of the train step, the ids of its prompts, and the number of the optimizer step; steps are counted from 0.
-    None: no such loss. Text models use `data_term.DataTermAlgorithm` instead."""
+    """Function that returns the data term (supervised loss on data rows) that a diffusion model adds to an optimizer
+    step. Its arguments are the number of the train step, the ids of the prompts of this train step, and the number of
+    the optimizer step; steps are counted from 0. None: no such loss. Text models use `data_term.DataTermAlgorithm`
+    instead."""
 
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
-        """Store the parameters of the algorithm, the recipe's `[custom]` table, for user-defined algorithms, and the
-        sampling settings of completions (None: the training has no rollouts)."""
+        """Store `config`, the parameters of the algorithm; `custom`, the recipe's table `[custom]` for user-defined
+        algorithms; and `sampling`, the sampling settings of completions (None: the training has no rollouts)."""
         self.config: AlgorithmConfig = config
         self.custom, self.sampling = custom, sampling
 

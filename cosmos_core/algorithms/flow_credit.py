@@ -44,7 +44,7 @@ class AdvantageSettings:
     """Settings with which the rewards of images or videos are normalized to advantages."""
 
     std_scope: Literal["batch", "group"] = "batch"
-    """Rewards that a standard deviation is computed of: all of the train step (`batch`) or those of each group."""
+    """Rewards whose standard deviation is used: all of the train step (`batch`) or those of each group (`group`)."""
     divides_by_std: bool = True
     """Whether to divide advantages by a standard deviation; False: they are rewards minus the mean of their group."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
@@ -129,7 +129,7 @@ def compute_diversity(scored_groups: Sequence[ScoredGroup]) -> float:
 class RewardMonitor:
     """Monitor for reward hacking: diversity of the samples falls, or a monitored reward falls while the reward rises.
     The rewards `monitored_rewards` are reward functions with weight 0. The baseline of each value is its mean over the
-    first `num_baseline_steps` train steps; a fall below the fraction `min_fraction` of the baseline raises the alarm,
+    first `num_baseline_steps` train steps. A fall below the fraction `min_fraction` of the baseline raises the alarm,
     the metric `watch/alarm`. A warning is logged when the alarm starts."""
 
     def __init__(self, min_fraction: float, monitored_rewards: Sequence[str], num_baseline_steps: int = 5) -> None:

@@ -67,7 +67,7 @@ class _MicroBatchLogprobs(NamedTuple):
     """Log-probabilities under the old policy, without gradient: `old_logprobs_BS` or, if it is None, the policy's
     current ones."""
     rollout_logprobs_BS: Tensor | None
-    """Log-probabilities that the rollout engine sampled the tokens with; those of the old policy at tokens that were
+    """Log-probabilities with which the rollout engine sampled the tokens; those of the old policy at tokens that were
     not sampled; None: a sample has no rollout log-probabilities."""
     is_sampled_BS: Tensor
     """Mask of the trained tokens that the policy sampled. With distillation, tokens of prompts can be trained too."""

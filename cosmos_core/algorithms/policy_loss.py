@@ -29,15 +29,15 @@ class PolicyLossInputs:
     mask_BT: Tensor
     """Loss mask: 1 for tokens that count in the loss, 0 for all others."""
     old_logprobs_BT: Tensor | None = None
-    """Log-probabilities under the old policy, the policy before the first update on the samples; None: the current
-    policy is the old policy, so that the probability ratio is 1."""
+    """Log-probabilities under the old policy, the denominator of the probability ratio; None: the old policy is the
+    current policy, so that the ratio is 1."""
     ref_logprobs_BT: Tensor | None = None
     """Log-probabilities of the tokens under the reference policy, for the KL penalty and the metric `kl`; None: there
     is neither, and `kl_beta` is 0."""
     entropy_BT: Tensor | None = None
     """Entropy of the policy at each token, for the metric `entropy` and, with gradient, for the entropy bonus."""
     weights_BT: Tensor | None = None
-    """Importance weights of tokens that were sampled from another policy mu (see `correction`); None: all are 1."""
+    """Importance weights of tokens that another policy than the old one sampled (see `correction`); None: all are 1."""
     rollout_logprobs_BT: Tensor | None = None
     """Log-probabilities under mu, from which rollouts sampled the tokens; AIPO and the off-policy mask need them."""
     token_advantages_BT: Tensor | None = None
@@ -106,7 +106,7 @@ def _import_objective(policy_settings: PolicySettings) -> ModuleType:
 def _make_off_policy_mask(inputs: ObjectiveInputs, max_mean_log_ratio: float) -> Tensor:
     """Return a mask of the sequences that off-policy masking excludes (DeepSeek-V3.2, arXiv 2512.02556), shape (B, 1):
     those with a negative mean advantage and a mean log(mu / pi) above `max_mean_log_ratio`, where mu is the rollout
-    policy. On such a sequence, the policy pi is already so far from mu that training would push it too far away."""
+    policy. On such a sequence, the policy pi is already far from mu, and training would move pi further away."""
     assert inputs.rollout_log_ratio_BT is not None, "the off-policy mask needs the log-probabilities of the rollouts"
     length_B1 = inputs.mask_BT.sum(-1, keepdim=True).clamp(min=1)
     mean_log_ratio_B1 = -torch.where(inputs.mask_BT, inputs.rollout_log_ratio_BT, 0.0).sum(-1, keepdim=True) / length_B1

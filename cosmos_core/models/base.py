@@ -36,7 +36,7 @@ class MicroBatch:
 
     samples: Sequence[Any]
     indices: Sequence[int]
-    """Index of each sample of the micro-batch among all samples of the update."""
+    """Index of each sample of the micro-batch among all samples of the update (the optimizer step)."""
     outputs: dict[str, Tensor]
     """Requested model outputs by name, each with one row per sample. Token models: `logprobs` of each token after the
     first, `entropy`, `is_argmax` (BS), `top_logprobs`, `top_ids` (BSK). Diffusion models: `velocity` with its input
@@ -117,10 +117,10 @@ class MicroBatchRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """Result of writing a model to a folder."""
+    """Result of `ModelAdapter.export`, which writes a model to a folder and verifies it."""
 
     passed_checks: tuple[str, ...]
-    """Names of the checks that the written model passed."""
+    """Texts about the checks that the written model passed, such as `reload: bit-identical`."""
     adapter_folder_name: str = ""
     """Name of the subfolder with the LoRA adapter of the written model; empty if the model has no adapter."""
 
@@ -133,14 +133,14 @@ class ModelAdapter(Protocol):
     """Module of the model; with a mesh, this rank's shard of it."""
     mesh: Mesh | None
     device: torch.device
-    """Device of the model inputs; the weights may be on another device."""
+    """Device of the model inputs; the weights can be on another device."""
     meta_copy: Any
     """Copy of the model on the meta device with the shapes of all weights, if `model` is sharded; otherwise None."""
     runner: MicroBatchRunner
     default_outputs: OutputSpec
-    """Outputs to compute for an update that requests no outputs."""
+    """Model outputs to compute for an update (an optimizer step) that does not request others."""
     has_model_loss: bool = False
-    """Whether the model adds an auxiliary loss to each update (`MicroBatch.model_loss`)."""
+    """Whether the model adds an auxiliary loss (`MicroBatch.model_loss`) to the loss of each optimizer step."""
     tokenizer: Any = None
     """Tokenizer of the model; None: the model has no tokenizer."""
     image_reader: Any = None
@@ -162,7 +162,7 @@ class ModelAdapter(Protocol):
         """Return the cost of a sample in tokens, for micro-batches of similar cost and for the reported speed."""
 
     def batching_key(self, sample: Any) -> Any:
-        """Return a sortable key. Only samples with equal keys can be in the same micro-batch."""
+        """Return a sortable key of a sample. Only samples with equal keys can be in the same micro-batch."""
 
     def assigned_batch_id(self, sample: Any) -> Hashable | None:
         """Return the id of the micro-batch to which the feed (the source of training samples) has assigned a sample;
@@ -183,11 +183,11 @@ class ModelAdapter(Protocol):
         empty, collate `padding_sample` for its shapes only: its outputs are ignored."""
 
     def gather_outputs(self, batch: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Gather outputs from all ranks that process the same samples, and return the full outputs."""
+        """Return the full outputs of a micro-batch, gathered from all ranks that process the same samples."""
         return outputs
 
     def make_micro_batch(self, batch: Any, outputs: dict[str, Tensor]) -> MicroBatch:
-        """Convert gathered outputs to a `MicroBatch` with one row per sample."""
+        """Convert `outputs`, the result of `gather_outputs`, to a `MicroBatch` with one row per sample."""
 
     def split_outputs(self, micro_batch: MicroBatch) -> list[dict[str, Tensor]]:
         """Return the outputs of each sample of a micro-batch, without padding."""

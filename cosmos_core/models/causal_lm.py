@@ -62,7 +62,7 @@ class TokenBatch(Batch):
     trained_positions: Sequence[np.ndarray]
     """Indices of the trained tokens among the S predicted tokens of each sample."""
     loss_gradient_N: Tensor | None = None
-    """Derivative of the loss with respect to each log-probability on this rank; None: not known in advance."""
+    """Derivative of the loss for the log-probability of each trained token on this rank; None: not known in advance."""
     top_ids_NK: Tensor | None = None
     """Token ids whose log-probabilities are computed at each trained token on this rank; None: the most likely ids."""
 
@@ -75,11 +75,11 @@ class InputProcessing(NamedTuple):
     image_reader: ImageReader | None = None
     """Converter of the images of samples to model inputs; None: samples have no images."""
     tokenizer: PreTrainedTokenizerBase | None = None
-    """Tokenizer for rollout engines and exports; None: the model is used for neither."""
+    """Tokenizer for rollout engines and exports; None: the model has no rollout engine and is not exported."""
     processor_files: Mapping[str, bytes] = {}
     """Content of the processor files that exports include, by path in the model's folder."""
     num_token_ids: int | None = None
-    """Number of token ids of the tokenizer, which may be fewer than the rows of the output head; None: all rows."""
+    """Number of token ids of the tokenizer, if the output head has more rows; None: all rows are token ids."""
 
 
 def make_input_processing(
@@ -216,7 +216,8 @@ class CausalLM(ModelAdapter):
         return {name: gather_scored_tokens(values, batch.is_local_N, self.mesh.cp) for name, values in outputs.items()}
 
     def make_micro_batch(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> MicroBatch:
-        """Convert outputs to a `MicroBatch` with tensors of shape BS, which are 0 for tokens that are not trained."""
+        """Convert outputs of trained tokens to a `MicroBatch` with tensors of shape BS, which are 0 for other
+        tokens."""
         outputs = dict(outputs)
         load_balancing_loss = outputs.pop(LOAD_BALANCING_OUTPUT, None)
         sample_indices_N = np.repeat(np.arange(len(batch.samples)), list(map(len, batch.trained_positions)))
@@ -244,8 +245,7 @@ class CausalLM(ModelAdapter):
         return replace(batch, loss_gradient_N=gradient_N if batch.is_local_N is None else gradient_N[batch.is_local_N])
 
     def check_parallel_plan(self) -> None:
-        """With tensor parallelism, raise ModelError if the model's tensor-parallel plan does not cover all
-        operations."""
+        """With tensor parallelism, raise ModelError if the model's plan for it does not cover all operations."""
         if self.mesh and self.mesh.tp:
             with forward_context(self._train_config, self.device) if self._should_autocast_blocks else nullcontext():
                 check_tp_plan(self.model, self.runner.root_modules, self.mesh.tp)

@@ -26,7 +26,7 @@ from cosmos_core.observe.console import make_console
 
 _PROBE_PROMPTS = ["7 red apples on a table", "a cat"]
 _VELOCITY_TOLERANCE = 1e-4
-"""Maximum difference from the velocity that the pipeline computes, as a fraction of the largest velocity."""
+"""Maximum difference between the velocities of this package and the pipeline, as a fraction of the largest one."""
 _FAILURE = "does not do what it should: "
 """Text with which the message of a failed check begins."""
 
@@ -155,7 +155,8 @@ def _check_gradient(family: DiffusionModel) -> str:
 
 
 def _check_adapter(family: DiffusionModel) -> str:
-    """Check that the LoRA target modules exist, and that the class of the pipeline can load an adapter."""
+    """Check that the denoiser has the family's LoRA target modules, and that the pipeline's class can load an
+    adapter."""
     denoiser = family.load_denoiser(torch.float32)
     add_adapter(denoiser, LoraConfig(r=2), family.lora_targets)
     num_lora_factors = sum(parameter.requires_grad for parameter in denoiser.parameters())

@@ -91,7 +91,7 @@ class CosmosPredict(SanaVideo):
         return DiffusionModel.call_settings(self, *size, **settings)
 
     def check_context_parallel_size(self, size: int) -> None:
-        """Raise ConfigError if `size` ranks cannot divide the attention heads, as Ulysses attention requires."""
+        """Raise ConfigError if `size` ranks cannot share the attention heads equally, as Ulysses attention requires."""
         num_heads = int(self.folder.settings(self.denoiser_name)["num_attention_heads"])
         if num_heads % size:
             raise ConfigError(

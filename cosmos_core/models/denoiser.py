@@ -103,7 +103,7 @@ class Denoiser(ModelAdapter):
         prestart_interpreter(verify_pipeline.__module__)
 
     def num_tokens(self, sample: FlowSample) -> int:
-        """Return the cost of a sample: the number of elements of one channel of its latents."""
+        """Return the cost of a sample in a micro-batch: the number of elements of one channel of its latents."""
         return sample.latents[0].numel()
 
     def batching_key(self, sample: FlowSample) -> Any:

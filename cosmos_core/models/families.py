@@ -27,8 +27,8 @@ def open_pipeline(model: str, policy_config: PolicyConfig, device: torch.device 
 
 def find_family_class(folder: PipelineFolder, model_class: str | None = None) -> type[DiffusionModel]:
     """Return the subclass of `DiffusionModel` for the pipeline in `folder`: the user-defined class `model_class`, or
-    the family that supports the pipeline's class. Raise ModelError if no family does, ConfigError if `model_class` is
-    no `DiffusionModel`."""
+    the family that supports the pipeline's class. Raise ModelError if there is no such family, ConfigError if
+    `model_class` is no `DiffusionModel`."""
     if model_class is not None:
         cls = import_user_code(model_class)
         if not (isinstance(cls, type) and issubclass(cls, DiffusionModel)):

@@ -167,5 +167,6 @@ class DpmSolver2M:
         return (next_sigma / sigma).item() * x - clean_scale * clean_latents - 0.5 * clean_scale * clean_latents_slope
 
     def reset(self) -> None:
-        """Discard the stored clean latents, for example after a stochastic step; the next step is of order 1."""
+        """Discard the estimate of the clean latents of the previous step, for example after a stochastic step; the next
+        step is then of order 1."""
         self._previous_clean_latents = None

@@ -51,7 +51,7 @@ _INITS_CHANGING_BASE = ("pissa", "olora")
 
 
 def needs_base_weights(lora: LoraConfig | None) -> bool:
-    """Return True if the initialisation of a LoRA adapter with these settings needs the values of the base weights."""
+    """Return True if a LoRA adapter with the settings `lora` is initialised from the values of the base weights."""
     return lora is not None and lora.lora_path is None and str(lora.init_lora_weights).startswith(_INITS_CHANGING_BASE)
 
 
@@ -195,7 +195,7 @@ def add_adapter_like(model: Any, adapted_model: Any) -> None:
 
 
 def lora_scale_by_layer(model: nn.Module) -> dict[str, float]:
-    """Return for each adapted layer, by name, the factor by which the LoRA product B A is scaled before it is added."""
+    """Return for each layer with LoRA factors, by name, the factor that scales their product B A."""
     return {name: layer.scaling[_ADAPTER_NAME] for name, layer in adapted_layers(model).items()}
 
 

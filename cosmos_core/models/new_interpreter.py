@@ -23,7 +23,7 @@ from cosmos_core.parent import kill_with_parent
 T = TypeVar("T")
 _POLL_SECONDS = 2.0
 _prestarted_pools: list[ProcessPool] = []
-"""List with no pool, or with the pool that the next call of `open_interpreter_pool` returns."""
+"""List with the process pool that the next call of `open_interpreter_pool` returns; empty if there is none."""
 
 
 def prestart_interpreter(module_name: str) -> None:

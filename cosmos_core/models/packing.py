@@ -88,7 +88,7 @@ def enable_packing(
 
 @torch.no_grad()
 def can_merge_prompts(model: PreTrainedModel, root_modules: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Return True if several sequences of a packed row may share one copy of their prompt. Call `enable_packing` first.
+    """Return True if several sequences of a packed row can share one copy of their prompt. Call `enable_packing` first.
 
     Sharing requires `PACKED_ATTENTION` without windows in all layers, a CPU, and no dropout: all sequences would have
     the same dropout in the prompt. A probe compares the outputs in `dtype` with those of separate prompts.

@@ -42,7 +42,7 @@ class RequestedOutputs:
     entropy: Literal["", "value", "gradient"] = ""
     """Entropy of each token's distribution, in nats: empty for none, `value` without, `gradient` with gradient."""
     top_k: int = 0
-    """Number of most likely tokens whose ids and log-probabilities (with gradient) are returned for each token."""
+    """Number of most likely token ids to return for each token, with their log-probabilities, which have gradients."""
     is_argmax: bool = False
     """Whether to return a mask of the selected tokens that are the most likely token of their position."""
 
@@ -253,9 +253,9 @@ class _ChunkScorer:
     head: _OutputHead
     output_request: RequestedOutputs
     num_top_ids: int
-    """Number K of token ids whose log-probabilities are returned for each token; 0: none are returned."""
+    """Number K of token ids whose log-probabilities are returned at each selected token; 0: none are returned."""
     num_token_ids: int
-    """Number of token ids among which the K most likely ids are selected."""
+    """Number of token ids among which the K most likely are selected; the output head can have more rows."""
     dtype: torch.dtype
     chunk_size: int
     """Number M of tokens whose logits are computed at once; the last chunk can have fewer."""

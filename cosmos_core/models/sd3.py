@@ -29,7 +29,7 @@ class SD3(DiffusionModel):
     )  # fmt: skip
 
     def __init__(self, folder: PipelineFolder, config: DiffusersConfig, device: torch.device | str = "cpu") -> None:
-        """Initialise the family; raise ConfigError if the pipeline accepts no prompts of the configured length."""
+        """Initialise the family; raise ConfigError if the pipeline does not accept prompts as long as configured."""
         if config.max_prompt_length > _MAX_PROMPT_TOKENS:
             raise ConfigError(
                 f"policy.diffusers.max_prompt_length = {config.max_prompt_length}: the T5 of a {folder.class_name} "

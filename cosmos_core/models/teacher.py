@@ -81,7 +81,7 @@ def check_vocabulary(distillation_config: DistillationConfig, tokenizer: PreTrai
 
 
 def make_teacher_train_config(distillation_config: DistillationConfig, train_config: TrainConfig) -> TrainConfig:
-    """Return the training settings of the recipe with the dtypes and the sharding settings of the teacher."""
+    """Return `train_config` with the dtypes and sharding settings of the teacher, without compilation and fp8."""
     teacher_settings = {name: getattr(distillation_config, name) for name in _TEACHER_TRAIN_SETTINGS}
     return train_config.copy_with(**teacher_settings, fp8=FP8Config(), compile=False)
 

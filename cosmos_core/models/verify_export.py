@@ -85,11 +85,12 @@ def verify_export(
     tokenizer: PreTrainedTokenizerBase | None = None,
     memory_bytes: int | None = None,
 ) -> list[str]:
-    """Compare the export in `folder` with the model in memory, and return the names of the checks that passed; raise
-    StageFailed if a check failed. A model with an adapter is compared in merged form, and the adapter separately.
+    """Compare the export in `folder` with the model in memory, and return a text about each passed check; raise
+    StageFailed if a check fails. A model with an adapter is compared in merged form, and the adapter separately.
 
     `dtype` is that of the exported weights; None: their own. The export must have the ids and the chat template of
-    `tokenizer`; None: not checked. Copies of the model may use `memory_bytes` bytes; None: the free memory."""
+    `tokenizer`; None: not checked. `memory_bytes`: maximum memory in bytes of copies of the model; None: the free
+    memory."""
     with open_interpreter_pool() as pool:
         with merge_adapter(model):
             with disable_requantization(model):
@@ -325,5 +326,5 @@ def are_bits_equal(first_tensor: Tensor, second_tensor: Tensor) -> bool:
 
 
 def format_names(names: list[str]) -> str:
-    """Return a text with the first three of `names` and the number of the others."""
+    """Return a text, for an error message, with the first three of `names` and the number of the others."""
     return (", ".join(names[:3]) or "none") + (f" and {len(names) - 3} more" if len(names) > 3 else "")

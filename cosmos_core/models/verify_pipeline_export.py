@@ -50,8 +50,8 @@ def verify_pipeline(
     dtype: torch.dtype | None = None,
     model_class: str | None = None,
 ) -> list[str]:
-    """Compare the pipeline in `folder` with the policy in memory, and return the names of the checks that passed; raise
-    StageFailed if a check failed. `dtype` is that of the exported denoiser; None: its own. `model_class` is the import
+    """Compare the pipeline in `folder` with the policy in memory, and return a text about each passed check; raise
+    StageFailed if a check fails. `dtype` is that of the exported denoiser; None: its own. `model_class` is the import
     path of a user-defined model family; None: a built-in family."""
     was_training, device = model.training, next(model.parameters()).device
     model.eval().to("cpu")
@@ -92,7 +92,8 @@ def _check_files(family: DiffusionModel, expected_tensors: dict[str, Tensor], fo
 def _check_images(
     family: DiffusionModel, model: Any, folder: Path, dtype: torch.dtype | None, model_class: str | None
 ) -> list[str]:
-    """Check that the exported pipeline, and the adapter on its base, generate the same image as the policy."""
+    """Check that the exported pipeline, and the base pipeline with the exported adapter, generate the same image as the
+    policy in memory. Return a text about each check."""
     export_dtype, probe_settings, num_threads = dtype or model.dtype, family.probe_settings(), torch.get_num_threads()
     with merge_adapter(model):
         policy_images = {"images": _generate_with_rounded_weights(family, model, export_dtype)}

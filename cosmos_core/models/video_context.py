@@ -44,7 +44,7 @@ class ClipSharding:
         self.num_local_tokens = tokens_per_unit * -(-num_tokens // (tokens_per_unit * self.num_ranks))
 
     def local_tokens(self, tensor: Tensor, token_dim: int) -> Tensor:
-        """Return this rank's tokens of a tensor that has all tokens, padded with zeros."""
+        """Return this rank's tokens of `tensor`, which has all tokens of a clip; they are padded with zeros."""
         first_token = min(self.rank * self.num_local_tokens, self.num_tokens)
         local_tensor = tensor.narrow(token_dim, first_token, min(self.num_local_tokens, self.num_tokens - first_token))
         return self.pad_tokens(local_tensor, token_dim, self.num_local_tokens)

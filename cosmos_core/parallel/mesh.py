@@ -50,8 +50,8 @@ class Mesh:
         return list(global_items[self.dp.get_local_rank() :: self.dp.size()])
 
     def all_gather_object(self, local_value: T) -> list[T]:
-        """Return the values of all data-parallel ranks, in order; with pipeline parallelism those of the last pipeline
-        stage, which computes the outputs."""
+        """Return the values of all data-parallel ranks, in the order of ranks. With pipeline parallelism, these are the
+        values of the ranks of the last pipeline stage, which computes the outputs."""
         values_by_rank = exchange.all_gather(local_value, self.dp.get_group())
         if self.pp:
             pp_group = self.pp.get_group()
@@ -113,12 +113,12 @@ def is_first_rank() -> bool:
 
 
 def broadcast_object(local_value: T) -> T:
-    """Return the value of rank 0 on all ranks."""
+    """Return on all ranks the `local_value` of rank 0."""
     return local_value if is_single_rank() else exchange.broadcast(local_value)
 
 
 def all_gather_object(local_value: T) -> list[T]:
-    """Return the values of all ranks, in the order of ranks."""
+    """Return the values `local_value` of all ranks, in the order of ranks."""
     return [local_value] if is_single_rank() else exchange.all_gather(local_value)
 
 

@@ -37,7 +37,7 @@ class OtherStageModule(nn.Module):
         self.__dict__["original_module"] = original_module
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the hidden states BTH unchanged."""
+        """Return the hidden states BTH unchanged, in place of a module of another pipeline stage."""
         return hidden_BTH
 
     def __getattr__(self, name: str) -> Any:
@@ -57,7 +57,8 @@ class _EmbeddingPlaceholder(OtherStageModule):
 
 
 class _RecordingPlaceholder(OtherStageModule):
-    """Placeholder for a layer, which records the arguments of each call except the hidden states."""
+    """Placeholder for a layer of a model, which returns its input and records the arguments of each call except the
+    hidden states."""
 
     def __init__(self, original_module: nn.Module, recorded_inputs: list[dict[str, Any]]) -> None:
         super().__init__(original_module)
@@ -69,7 +70,7 @@ class _RecordingPlaceholder(OtherStageModule):
 
 
 def stage_layer_indices(stage_index: int, num_stages: int, num_layers: int) -> range:
-    """Return the layer indices of a pipeline stage. If the stages cannot be equal, the first have one layer more."""
+    """Return the layer indices of a pipeline stage. If stages cannot be equal, the first ones have one layer more."""
     layers_per_stage, num_longer_stages = divmod(num_layers, num_stages)
     first_layer_index = stage_index * layers_per_stage + min(stage_index, num_longer_stages)
     return range(first_layer_index, first_layer_index + layers_per_stage + (stage_index < num_longer_stages))

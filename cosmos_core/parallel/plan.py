@@ -1,4 +1,4 @@
-"""Interpretation of the parallel plan of a transformers model, and checks of divisibility."""
+"""Interpretation of parallel plans of transformers models, and checks that ranks can divide heads and experts."""
 
 import re
 from math import gcd
