@@ -124,7 +124,8 @@ class Checkpointer:
             best_step_file.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Wait for a pending save of this rank, then stop the writer thread."""
+        """Wait for a pending asynchronous save of a checkpoint on this rank, then stop the thread that writes
+        checkpoints."""
         try:
             self._wait_for_pending_save()
         finally:

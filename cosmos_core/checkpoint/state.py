@@ -227,7 +227,8 @@ def _restore_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _merge_optimizer_slots(slot_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the optimizer state of one parameter by slot; 8-bit states are assembled from their plain tensors."""
+    """Return the optimizer state of one parameter by slot (such as a moment); 8-bit states are assembled from their
+    plain tensors."""
     merged_slots = {slot: tensor for slot, tensor in slot_tensors.items() if ":" not in slot}
     for slot in [name.removesuffix(":codes") for name in slot_tensors if name.endswith(":codes")]:
         state_class = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit

@@ -127,7 +127,7 @@ class GenEvalReward:
 
 
 ObjectRequests = Sequence[Mapping[str, Any]]
-"""Requested objects, each with `class` and `count` and optionally `color` or `position`."""
+"""Objects that a prompt requests, each with `class` and `count` and optionally `color` or `position`."""
 ObjectsByClass = Mapping[str, Sequence[Detection]]
 ColorsByClass = Mapping[str, Sequence[str]]
 
@@ -135,7 +135,8 @@ ColorsByClass = Mapping[str, Sequence[str]]
 def has_requested_objects(
     object_requests: ObjectRequests, exclusions: ObjectRequests, detections: ObjectsByClass, colors: ColorsByClass
 ) -> bool:
-    """Return True if all requested objects are present, and the count of each excluded class is below its limit."""
+    """Return True if all requested objects are present in an image, and it has fewer objects of each excluded class
+    than the `count` of that class in `exclusions`."""
     _, has_all_objects = strict_score(object_requests, detections, colors, ignores_extra=True)
     return has_all_objects and all(len(detections[each["class"]]) < each["count"] for each in exclusions)
 

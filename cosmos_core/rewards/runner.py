@@ -91,7 +91,8 @@ class RewardRunner(WorkerPool):
         on_wait: Callable[[], None] = lambda: None,
         calls_per_group: bool = False,
     ) -> None:
-        """Set up the runner; `num_workers` None starts one process per core, or one process if a reward has a model."""
+        """Set up the runner; `num_workers` None starts one worker process per core, or one in all if a reward has a
+        model."""
         self._reward_weights = weights
         self._group_reward_names = {name for name in weights if calls_per_group and is_import_path(name)}
         self._image_reward_names: set[str] = set()

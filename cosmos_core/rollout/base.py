@@ -138,7 +138,7 @@ class Engine(Protocol):
         """Reallocate the memory that `sleep` released, so that the engine can generate again."""
 
     def close(self) -> None:
-        """Free all resources; the engine cannot be used again."""
+        """Free all resources of the engine, which cannot be used again."""
 
 
 class EngineWrapper:
@@ -164,12 +164,12 @@ class ModuleEngine:
         self._submissions: deque[tuple[Sequence[Prompt], Sampling, int]] = deque()
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """Queue prompts, which are sampled as one batch."""
+        """Queue prompts, whose completions are sampled as one batch by a call of `completed`."""
         if prompts:
             self._submissions.append((prompts, sampling, step))
 
     def completed(self) -> list[Group]:
-        """Generate the groups of the oldest submission; see `Engine.completed`."""
+        """Generate the groups of completions for the oldest submission of prompts; see `Engine.completed`."""
         return self._generate(*self._submissions.popleft()) if self._submissions else []
 
     def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
@@ -186,7 +186,7 @@ class ModuleEngine:
 
 
 def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-    """Return the groups of `prompts`, in order, from an engine that has no request in flight."""
+    """Return the groups of completions of `prompts`, in order, from an engine that has no request in flight."""
     engine.submit(prompts, sampling, step)
     groups_by_prompt: dict[int, Group] = {}
     while groups := engine.completed():

@@ -10,19 +10,20 @@ import numpy as np
 
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 _MAX_CHANGED_FRACTION = 0.25
-"""Fraction of changed words of a bucket above which the whole bucket is sent: a changed word takes six bytes with its
-position, instead of two."""
+"""Fraction of changed words of a bucket of weights above which the whole bucket is sent: a changed word takes six bytes
+with its position, instead of two."""
 
 
 class ChangedWords(NamedTuple):
-    """Two-byte words of a bucket's array that differ from the previous version of the array, and their positions."""
+    """Changed two-byte words of a bucket of weights, stored as one array, and their positions: those that differ from
+    the previous version of the array."""
 
     positions: np.ndarray[Any, np.dtype[np.uint32]]
     words: np.ndarray[Any, np.dtype[np.uint16]]
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes of positions and words."""
+        """Return the number of bytes of the changed words and their positions."""
         return self.positions.nbytes + self.words.nbytes
 
     def apply(self, previous_data: ByteArray) -> None:

@@ -93,9 +93,9 @@ class PooledEngine:
 
 
 class EnginePool:
-    """Pool of the engines of a fleet. `max_groups`: maximum number of groups in flight in one engine. An engine is
-    killed if it makes no forward pass for `timeout_seconds`. `send_heartbeat` is called during waits to report that the
-    stage is alive."""
+    """Pool of rollout engines in separate processes. `max_groups`: maximum number of groups in flight in one engine. An
+    engine is killed if it makes no forward pass for `timeout_seconds`. `send_heartbeat` is called during waits to
+    report that the stage is alive."""
 
     def __init__(
         self,
@@ -123,11 +123,11 @@ class EnginePool:
         """Number of times that engines died or hung since the pool was started."""
 
     def start_thread(self) -> None:
-        """Start the thread that communicates with the engines."""
+        """Start the thread that communicates with the rollout engines."""
         threading.Thread(target=self._run_communication, daemon=True, name="fleet").start()
 
     def raise_thread_error(self) -> None:
-        """Raise the error that ended the communication thread, if any."""
+        """Raise the error that ended the thread that communicates with the rollout engines, if any."""
         if self._thread_error is not None:
             raise self._thread_error
 
@@ -148,12 +148,12 @@ class EnginePool:
         return request.group_future
 
     def open_engines(self) -> list[PooledEngine]:
-        """Return the engines that are open and not known to be dead."""
+        """Return the rollout engines that are open and not known to be dead."""
         with self.lock:
             return [engine for engine in self.engines.values() if engine.description and not engine.connection_error]
 
     def loaded_engines(self) -> list[PooledEngine]:
-        """Return the engines that have weights and are not known to be dead."""
+        """Return the rollout engines that have weights from the trainer and are not known to be dead."""
         with self.lock:
             return [e for e in self.engines.values() if e.version is not None and not e.connection_error]
 
@@ -165,7 +165,8 @@ class EnginePool:
                 engine.connection_error = error
 
     def await_replies(self, replies: Sequence[tuple[PooledEngine, Future[Any]]]) -> None:
-        """Wait until each engine has replied or failed; kill engines without progress for `timeout_seconds`."""
+        """Wait until each rollout engine in `replies` has replied or failed; kill engines without progress for
+        `timeout_seconds`."""
         last_progress_by_id = {id(engine): (time.monotonic(), engine.num_forward_passes) for engine, _ in replies}
         while pending_replies := [(engine, reply) for engine, reply in replies if not reply.done()]:
             self.raise_thread_error()
@@ -201,7 +202,7 @@ class EnginePool:
                 _fail_requests((*self._waiting_requests, *self._versioned_requests, *sent_requests), error)
 
     def _update_engines(self) -> None:
-        """Add engines with new handles to the pool, and remove engines whose handles were removed."""
+        """Add rollout engines with new handles to the pool, and remove engines whose handles were removed."""
         current_handles = list(self._get_handles())
         for handle in current_handles:
             if handle not in self.engines:
@@ -216,7 +217,7 @@ class EnginePool:
         engine.pending_reply = engine.handle.call("begin_session", self._session_id)
 
     def _requeue_requests(self, engine: PooledEngine) -> None:
-        """Move the requests in flight of an engine back to the front of their queues."""
+        """Move the requests in flight of a dead or removed engine back to the front of their queues."""
         reversed_requests = list(reversed(engine.requests.values()))
         self._waiting_requests.extendleft(request for request in reversed_requests if request.version is None)
         self._versioned_requests.extendleft(request for request in reversed_requests if request.version is not None)

@@ -88,7 +88,7 @@ class SyncGroupSource:
     sampled_groups: Sequence[ScoredGroup] = ()
 
     def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Generate and score the groups of train step `step`, or only the first `num_groups` groups."""
+        """Generate and score the groups of completions of train step `step`, or only the first `num_groups` groups."""
         start_time = time.perf_counter()
         self.engine.wake()
         groups = self.generate_repeated(self.get_step_prompts(step)[:num_groups], step, Counter())

@@ -18,7 +18,8 @@ _POLL_SECONDS = 0.1
 
 
 class TransferFailed(Exception):
-    """Error raised if a bucket did not arrive by NCCL or CUDA IPC; it can be sent again through host memory."""
+    """Error raised if a bucket of weights did not arrive by NCCL or CUDA IPC; the bucket can be sent again through host
+    memory."""
 
 
 class BucketHeader(NamedTuple):
@@ -26,7 +27,7 @@ class BucketHeader(NamedTuple):
     consecutive bytes."""
 
     names: list[str]
-    """Names of the tensors, wider dtypes first, so that each tensor starts at a multiple of its element size."""
+    """Names of the sent tensors, wider dtypes first, so that each tensor starts at a multiple of its element size."""
     dtype_names: list[str]
     shapes: list[list[int]]
     name_by_alias: dict[str, str]
@@ -40,20 +41,21 @@ class BucketHeader(NamedTuple):
         return {"names": self.names, "dtype_names": self.dtype_names, "shapes": sent_shapes, **self.transport_fields}
 
     def make_bucket(self, tensors: Mapping[str, Tensor]) -> Bucket:
-        """Return the bucket with the received `tensors`, in the sender's shapes and under all names of tied weights."""
+        """Return the bucket of weights with the received `tensors`, in the sender's shapes and under all names of tied
+        weights."""
         bucket = {name: tensors[name].reshape(shape) for name, shape in zip(self.names, self.shapes, strict=True)}
         return [*bucket.items(), *((alias, bucket[name]) for alias, name in self.name_by_alias.items())]
 
     def make_meta_bucket(self) -> Bucket:
-        """Return the bucket of this header with tensors on the meta device, for an engine whose ranks have the data
-        already."""
+        """Return the bucket of weights that this header describes with tensors on the meta device, for an engine whose
+        ranks have the data already."""
         dtypes = [getattr(torch, name) for name in self.dtype_names]
         tensors = [torch.empty(shape, dtype=t, device="meta") for shape, t in zip(self.shapes, dtypes, strict=True)]
         return self.make_bucket(dict(zip(self.names, tensors, strict=True)))
 
 
 def split_bucket(bucket: Bucket) -> tuple[BucketHeader, list[Tensor]]:
-    """Return the header of a bucket, and the tensors to send, in the order of the header."""
+    """Return the header of a bucket of weights, and the tensors to send, in the order of the header."""
     first_name_by_storage: dict[Any, str] = {}
     sent_name_by_name = {name: first_name_by_storage.setdefault(storage_key(tensor), name) for name, tensor in bucket}
     aliases = {name: first_name for name, first_name in sent_name_by_name.items() if first_name != name}

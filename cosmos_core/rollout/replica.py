@@ -54,7 +54,8 @@ class PackedBucket(NamedTuple):
 
 @dataclass
 class _NativeBucket:
-    """Header of a bucket whose data the engine receives by NCCL or CUDA IPC, and a future that reports the receipt."""
+    """Header of a bucket of weights whose data the engine receives by NCCL or CUDA IPC, and a future that reports the
+    receipt."""
 
     header: BucketHeader
     timeout_seconds: float
@@ -286,7 +287,8 @@ class EngineReplica:
                 self._group_condition.notify_all()
 
     def _load_buckets(self, engine: Engine, weight_load: _WeightLoad, version: int, *, drains: bool = False) -> None:
-        """Load the buckets of `weight_load`; with `drains`, first generate until no request is in flight."""
+        """Load the weights of version `version` into the engine, as the buckets of `weight_load` arrive; with `drains`,
+        first generate until no request is in flight."""
         while drains and self._num_in_flight:
             # Each forward pass counts as progress, so that the trainer does not kill the engine as hung.
             self._generate(engine)
@@ -300,7 +302,7 @@ class EngineReplica:
 
 
 def pack_bucket(bucket: Bucket) -> PackedBucket:
-    """Return a bucket as one array in host memory; tied weights are stored once."""
+    """Return a bucket of weights as one array in host memory; tied weights are stored once."""
     bucket_header, tensors = split_bucket(bucket)
     data = np.empty(sum(tensor.nbytes for tensor in tensors), np.uint8)
     copy_tensors_to_buffer(torch.from_numpy(data), tensors)
@@ -308,7 +310,7 @@ def pack_bucket(bucket: Bucket) -> PackedBucket:
 
 
 def unpack_bucket(packed_bucket: PackedBucket) -> Bucket:
-    """Return the tensors of a bucket as views of its memory, which must not be written to."""
+    """Return the tensors of a packed bucket of weights as views of its memory, which must not be written to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         packed_bytes = torch.from_numpy(packed_bucket.data)

@@ -87,7 +87,7 @@ class HostWeightLink:
         self._weight_load = weight_load
 
     def send(self, bucket: Bucket, engine_positions: Sequence[int] = ()) -> None:
-        """Send a bucket to all engines of the load, or only to those at `engine_positions`."""
+        """Send a bucket of weights to all engines of the load, or only to those at `engine_positions`."""
         if processes := self._weight_load.processes:
             packed_bucket = processes[0].engine.handle.put(pack_bucket(bucket))
             call_arguments: list[tuple[()]] = [()] * len(engine_positions or processes)
@@ -109,9 +109,10 @@ class DeltaWeightTransfer:
         self.buckets: dict[int, PackedBucket] = {}
         """Buckets of weights that were sent last, by their index in a load."""
         self.up_to_date_processes: list[EngineDescription | None] = []
-        """Engine processes that have all of `buckets`."""
+        """Engine processes that have loaded all of `buckets`."""
         self.num_sent_bytes = 0
-        """Number of bytes that the last load sent to an engine, if possible to one that had the previous weights."""
+        """Number of bytes that the last weight load sent to an engine, if possible to one that had the previous
+        weights."""
 
     def open_link(self, weight_load: WeightLoad) -> "DeltaWeightLink":
         """Return the sender of the buckets of one weight load."""
@@ -170,7 +171,7 @@ class NativeWeightTransfer:
     def __init__(self, transport: WeightTransport, ranks_per_engine: int) -> None:
         self.transport, self._ranks_per_engine = transport, ranks_per_engine
         self._last_processes: list[EngineDescription | None] = []
-        """Engine processes of the last attempt to connect, in order."""
+        """Engine processes of the last attempt to connect them with the trainer, in order."""
         self._is_connected = False
         self.num_failures = 0
         """Number of failed native transfers since an engine process was replaced, or since a load that succeeded."""
@@ -193,7 +194,7 @@ class NativeWeightTransfer:
             logger.warning(log_message, failure_reason, retry_text)
 
     def is_connected(self, processes: Sequence[EngineProcess]) -> bool:
-        """Return whether exactly these engine processes are connected, in this order."""
+        """Return whether exactly these engine processes are connected with the trainer, in this order."""
         # Compare process descriptions by identity, because another process may have equal values, such as a reused pid.
         return self._is_connected and list(map(id, self._last_processes)) == [id(p.description) for p in processes]
 

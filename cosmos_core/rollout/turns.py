@@ -31,7 +31,8 @@ _TOOL_TIMEOUT = timedelta(days=1)
 
 @dataclass
 class _Conversation:
-    """Conversation of completion `k` of a group, up to its newest turn."""
+    """Conversation (prompt, turns of the policy and tool results) that becomes completion `k` of a group, up to its
+    newest turn."""
 
     group: UnfinishedGroup
     k: int

@@ -143,7 +143,7 @@ class VllmEngine:
         return finished_groups
 
     def abort(self) -> None:
-        """Discard all requests in flight."""
+        """Discard all requests in flight in vLLM."""
         with vllm_process.restore_process_state():
             self._llm.llm_engine.abort_request(list(self._sent_requests))
         self._sent_requests, self._groups_finished_during_probe = {}, []

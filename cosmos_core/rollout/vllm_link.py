@@ -28,7 +28,8 @@ class VllmWeightLink:
         self._call_all_ranks(_connect_rank, backend, init_info, timeout_seconds)
 
     def receive(self, bucket_header: BucketHeader, timeout_seconds: float) -> None:
-        """Receive a bucket in each rank; raise `TransferFailed` if it has not arrived after `timeout_seconds`."""
+        """Receive a bucket of weights in each rank; raise `TransferFailed` if it has not arrived after
+        `timeout_seconds`."""
         self._call_all_ranks(_receive_on_rank, bucket_header, timeout_seconds)
 
     def _call_all_ranks(self, rank_function: Callable[..., None], *arguments: Any) -> None:
@@ -63,7 +64,8 @@ class RankWeightLink:
             raise TransferFailed("vLLM cannot use NCCL")
 
     def receive(self, header: BucketHeader, timeout_seconds: float) -> None:
-        """Receive a bucket, or raise `TransferFailed` if it has not arrived after `timeout_seconds`."""
+        """Receive a bucket of weights in this rank, or raise `TransferFailed` if it has not arrived after
+        `timeout_seconds`."""
         if torch.cuda.is_available():  # wait for loads that read the buffer: vLLM receives on another stream
             torch.cuda.current_stream().synchronize()
         self._received_bucket, tensor_collector = None, _TensorCollector()
@@ -85,7 +87,7 @@ class RankWeightLink:
             ipc_importer.close()
 
     def close(self) -> None:
-        """Close the connection: free its communicator and its memory."""
+        """Close the connection of this rank with the trainer: free its communicator and its memory."""
         self.end_weight_load()
         self._disconnect()
         self._transfer_engine.shutdown()

@@ -51,7 +51,8 @@ class ToolRunner(WorkerPool):
         num_workers: int | None = None,
         send_heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Set up the runner, which calls `send_heartbeat` when it waits; `num_workers` None: one per core, up to 16."""
+        """Set up the runner of tool calls, which calls `send_heartbeat` when it waits; `num_workers` None: one worker
+        process per core, up to 16."""
         self._paths = tool_paths_by_name(tool_paths)
         self._timeout, self._environment_names = timeout_seconds, tuple(variable_names)
         self._send_heartbeat = send_heartbeat

@@ -65,7 +65,8 @@ class ProcessSettings:
 
 @dataclass
 class PoolCounters:
-    """Counters of requests and errors of the processes of one reward."""
+    """Counters, for one reward, of scored items, errors, batches, restarted processes and retried requests, and of
+    seconds of scoring."""
 
     items: int = 0
     errors: int = 0

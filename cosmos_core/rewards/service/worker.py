@@ -29,8 +29,8 @@ _INFO_KEY_BY_REQUEST_FIELD = {
 
 
 def main() -> None:
-    """Load the reward that the first message names, report that it is ready, and score batches until the end of
-    standard input."""
+    """Load the reward that the first message on standard input names, report that it is ready, and score batches until
+    the end of standard input."""
     kill_with_parent(os.getppid())
     ignore_job_signals()  # after SIGTERM, the service still needs this process for the accepted requests
     input_stream, output_stream = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
