@@ -41,9 +41,9 @@ class TeacherLoss(NamedTuple):
     """Contribution of the teacher model to the loss of a micro-batch."""
 
     advantages_BS: Tensor | None
-    """Values to add to the advantage of each token; None: nothing is added."""
+    """Terms of the teacher to add to the advantage of each token; None: nothing is added."""
     loss_BS: Tensor | None
-    """Values to add to the loss of each token, with gradient; None: nothing is added."""
+    """Terms of the teacher, with gradient, to add to the loss of each token; None: nothing is added."""
     metrics: Metrics
 
 

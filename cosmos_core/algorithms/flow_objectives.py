@@ -105,11 +105,11 @@ class FlowGrpoInputs:
     """Inputs of the FlowGRPO loss: one stochastic step of each sample."""
 
     step_distribution: StepDistribution
-    """Distribution of the latents after the step under the current policy, with gradient."""
+    """Distribution of the latents after the stochastic step under the current policy, with gradient."""
     next_latents: Tensor
-    """Latents after the step, as the rollout sampled them."""
+    """Latents after the stochastic step, as the rollout sampled them."""
     old_log_prob_B: Tensor
-    """Log-probability of the step under the policy that sampled the rollout."""
+    """Log-probability of each sample's stochastic step under the policy that sampled the rollout."""
     advantages_B: Tensor
     old_step_mean: Tensor | None = None
     """Mean of the distribution of the latents after the step under the policy that sampled the rollout; GRPO-Guard

@@ -30,7 +30,8 @@ from cosmos_core.types import Sampling, ScoredGroup
 _TRAINING_SEED_OFFSET = 1 << 20
 """Number that is added to the index of a completion in its group, so that its seeds for training and rollout differ."""
 _MAX_EXP_INPUT = 100.0
-"""Upper bound of the exponent with `exp_reward`, so that exp does not overflow; losses clip advantages at about 5."""
+"""Upper bound of x in exp(x), by which `exp_reward` transforms advantages, against overflow; losses clip them at about
+5."""
 
 
 @dataclass(frozen=True, slots=True)

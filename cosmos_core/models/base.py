@@ -60,7 +60,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Model inputs of a micro-batch; each adapter extends this class."""
+    """Model inputs of a micro-batch; each `ModelAdapter` has its own subclass."""
 
     samples: Sequence[Any]
     """Samples of the micro-batch. If empty, this rank only participates in collectives, and the outputs are ignored."""

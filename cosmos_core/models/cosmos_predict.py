@@ -116,8 +116,8 @@ class CosmosPredict(SanaVideo):
 
     @property
     def train_shift(self) -> float:
-        """Return the timestep shift of training, which the recipe sets. If the recipe sets none, return a default,
-        because the scheduler of this pipeline has no shift."""
+        """Return the timestep shift of training from the recipe. If the recipe sets none, return a default, because the
+        scheduler of this pipeline has no shift."""
         return self.config.train_flow_shift or _DEFAULT_TRAIN_SHIFT
 
     @property

@@ -162,7 +162,8 @@ class DiffusionModel:
         return velocity if trained_mask is None else velocity * trained_mask
 
     def velocity_of(self, output: Tensor, latents: Tensor) -> Tensor:
-        """Return the velocity from the output of the denoiser, which may also contain a predicted variance."""
+        """Return the velocity from the output of the denoiser, which for some models also contains a predicted
+        variance."""
         return output.chunk(2, dim=1)[0] if output.shape[1] == 2 * latents.shape[1] else output
 
     def latents_in(self, hidden_states: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -50,8 +50,8 @@ def save_generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenize
 
 @contextmanager
 def use_default_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    """Replace the generation config of a model by the default one during the `with` block, which `save_pretrained` of
-    the model always accepts."""
+    """During the `with` block, replace the generation config of a model by the default one, because `save_pretrained`
+    refuses some configs."""
     original_config, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield

@@ -263,8 +263,8 @@ def _set_attention_function(model: PreTrainedModel, attention_name: str) -> None
 
 @contextmanager
 def _shorten_sliding_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Make the sliding windows of a model shorter than the rows of the probe during the `with` block. The probe thus
-    detects model families whose packed attention ignores the window."""
+    """During the `with` block, make the sliding windows of a model shorter than the short rows with which
+    `enable_packing` tests it. The test thus detects model families whose packed attention ignores the window."""
     config_and_modules: list[Any] = [model.config.get_text_config(), *model.modules()]
     windowed_modules = [(m, m.sliding_window) for m in config_and_modules if getattr(m, "sliding_window", None)]
     try:
@@ -293,7 +293,7 @@ def _random_rows(model: PreTrainedModel, row_lengths: Sequence[int]) -> list[np.
 
 
 def _compute_device(model: PreTrainedModel) -> torch.device:
-    """Return the device on which the model computes: for shards, which may be on the CPU, the device of their mesh."""
+    """Return the device on which the model computes: for shards, which can be on the CPU, the device of their mesh."""
     sharded_parameter = next((parameter for parameter in model.parameters() if isinstance(parameter, DTensor)), None)
     return model.device if sharded_parameter is None else torch.device(sharded_parameter.device_mesh.device_type)
 

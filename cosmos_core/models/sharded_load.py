@@ -92,8 +92,8 @@ def init_on_meta(
     """Return the same model as `load_model`, but with parameters on the meta device until `load_shards` reads them.
 
     If the files cannot be read in slices, the whole model is loaded in host memory instead, from which `apply_fsdp`
-    moves it to the device block by block: a GPU may not hold the whole model. Errors are those of `load_model`, except
-    for values that are not finite, which `load_shards` reports."""
+    moves it to the device block by block, because a GPU cannot hold every model. Errors are those of `load_model`,
+    except for values that are not finite, which `load_shards` reports."""
     weight_file_paths, slicing_error = weight_files(model, revision)
     if not slicing_error:
         with torch.device("meta"), meta_device_safe_creation_ops():

@@ -1,6 +1,6 @@
 """Teacher of a distillation: a causal language model that scores the policy's samples and is not trained.
 
-The weights of the teacher are sharded over the policy's mesh. Its architecture may differ from the policy's, but its
+The weights of the teacher are sharded over the policy's mesh. Its architecture can differ from the policy's, but its
 token ids must be the same.
 """
 

@@ -94,8 +94,8 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
 
 def expert_sharding(num_shards: int, parameter: nn.Parameter) -> Shard:
     """Return the dimension along which FSDP shards the stacked weights of experts, (experts, features, ...). This is
-    the dimension of features, because a rank may have fewer experts than shards, or the dimension of experts if the
-    number of features is not divisible by `num_shards`."""
+    the dimension of features, because there can be fewer experts than shards, or the dimension of experts if the number
+    of features is not divisible by `num_shards`."""
     return Shard(0 if parameter.shape[1] % num_shards else 1)
 
 

@@ -49,7 +49,7 @@ class FullTensorGatherer:
 
     def full_tensors(self, tensor_templates: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the full tensors, by name, that `tensor_templates` names. Their memory is reused when no reference to
-        them is left. Each template has the shape and dtype of the full tensor, and may be on the meta device."""
+        them is left. Each template has the shape and dtype of the full tensor, and can be on the meta device."""
         if self._uses_shared_memory and (shared_memory := self._reusable_memory(tensor_templates)) is not None:
             return self._gather_by_shared_memory(shared_memory, tensor_templates)
         tensors = dict(full_tensors({name: self.tensors[name] for name in tensor_templates if name in self.tensors}))
