@@ -1,7 +1,7 @@
 """Images of a row: their positions in a conversation, their sources and their pixels.
 
 Supported are parts of a turn (`{"type": "image", "image": path}`, `image_url` with a path or a data: URI), and a column
-such as `image` or `images` with paths, bytes, or both as in Hugging Face data sets. A user's own data set may have
+such as `image` or `images` with paths, bytes, or both as in Hugging Face data sets. A user's own data set can have
 images of Pillow. The images of a column replace <image> marks or parts without a source. If there are neither, they
 precede the first user text. Nothing is fetched from a network.
 """
@@ -86,9 +86,9 @@ def has_image_sizes(turns: list[Message]) -> bool:
 
 
 def read_image(source: Any, image_root: Path, location: str, stored_root: Path | None = None) -> tuple[ImageRef, Image]:
-    """Read the image at `source` in a row; return the image, and the `ImageRef` that refers to it in a prepared row. A
-    path in `source` is relative to `image_root`. The path in the `ImageRef` is relative to `stored_root`, by default
-    `image_root`. Raise DataError if the image is damaged."""
+    """Read the image that the value `source` of a row names or contains; return an `ImageRef` to store in the prepared
+    row, and the image. A path in `source` is relative to `image_root`, and the path in the `ImageRef` to `stored_root`
+    (by default `image_root`). Raise DataError if the image is damaged."""
     source_path, content_bytes = locate_image(source, location)
     if content_bytes is not None:
         image_ref = ImageRef(None, content_bytes, hashlib.sha256(content_bytes).hexdigest())
@@ -165,8 +165,8 @@ def _take_image_source(content_part: dict[str, Any], unused_images: Iterator[Any
 
 
 def locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]:
-    """Return the path or the bytes of the image at `source` in a row; raise DataError if the source has neither a local
-    path nor bytes."""
+    """Return the path or the bytes of the image that the value `source` of a row names or contains; raise DataError if
+    `source` has neither a local path nor bytes."""
     if isinstance(source, dict):  # read the keys of OpenAI (`url`), verl (`image`) or Hugging Face (`bytes`, `path`)
         image_bytes = source.get("bytes")
         path_or_url = source.get("url") or source.get("path") or source.get("image")

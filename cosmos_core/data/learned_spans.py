@@ -29,7 +29,8 @@ from cosmos_core.data.turn_weights import is_trained_turn
 from cosmos_core.errors import DataError
 
 _MIN_TURNS_FOR_PLACEHOLDERS = 64
-"""Number of turns above which `find_spans_by_placeholders` is tried first: `find_spans_by_prefixes` is quadratic."""
+"""Number of turns of a conversation above which `find_spans_by_placeholders` is tried first, because the time of
+`find_spans_by_prefixes` is quadratic in it."""
 _GENERATION_TAG_REGEX = re.compile(r"\{%[-+]?\s*(end)?generation\s*([-+]?)%\}")
 _START_MARKER, _END_MARKER = "\ue000", "\ue001"  # private-use characters that mark generation tags in a rendering
 _TEMPLATE_COMMENT_REGEX = re.compile(r"\{#.*?#\}", re.DOTALL)

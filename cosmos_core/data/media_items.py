@@ -85,7 +85,7 @@ def has_prompt(json_object: dict[str, Any]) -> bool:
 
 
 def describe_error(error: Exception) -> str:
-    """Return the first line of an error that makes a row unusable; re-raise disk errors, since a retry may succeed."""
+    """Return the first line of an error that makes a row unusable; re-raise disk errors, since a retry can succeed."""
     if is_machine_error(error):
         raise error
     return first_line(error)

@@ -77,7 +77,7 @@ def list_bucket_sizes(size: Size, size_multiple: int) -> tuple[Size, ...]:
 def decode_media(media_content: MediaContent, frame_settings: FrameSettings, clip_position: float) -> np.ndarray:
     """Return an image (HWC) or a clip (FHWC) as uint8; `clip_position` in [0, 1] selects the clip if `sampling` is
     random. Raise DataError if the content cannot be decoded completely or a video has too few frames, and OSError if a
-    disk or network operation failed, so that the content may be valid."""
+    disk or network operation failed, after which a retry can succeed."""
     with convert_errors(partial(_convert_decoder_error, media_content), DataError):
         if media_content.is_video:
             if not frame_settings.num_frames:

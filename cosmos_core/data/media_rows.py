@@ -150,7 +150,7 @@ def open_media_prompts(
 
 @lru_cache(maxsize=_MAX_OPEN_SHARDS)
 def _open_shard(shard_path: Path) -> tuple[Any, dict[str, list[str]]]:
-    """Return an open shard, and the names of the tensors of each of its entries."""
+    """Return an open shard (safetensors file), and the names of the tensors of each of its entries."""
     shard_file = safe_open(str(shard_path), framework="pt")
     tensor_names_by_entry: dict[str, list[str]] = {}
     for key in shard_file.keys():  # noqa: SIM118 - a safetensors file cannot be iterated

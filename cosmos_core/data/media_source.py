@@ -48,12 +48,13 @@ _VIDEO_COLUMNS = ("video", "mp4", "video_path")
 
 
 ReadItemsFn = Callable[[], Iterator[MediaItem]]
-"""Function that reads the items of a data set from its beginning."""
+"""Function that iterates over the items of a data set, prompts with or without image or clip, from the beginning."""
 
 
 def open_media_items(dataset: DatasetConfig, config_key: str, *, for_clips: bool = False) -> ReadItemsFn:
-    """Return a function that iterates over the items of all splits of a data set, in order; `config_key` names the data
-    set's table in messages, `for_clips` prefers videos to images. Raise DataError if it is missing or unsupported."""
+    """Return a function that iterates over the items of all splits of a data set of media, in order. `config_key` names
+    the data set's table in messages. With `for_clips`, videos are preferred to images. Raise DataError if the data set
+    is missing or unsupported."""
     if not (dataset_name := dataset.local_dir or dataset.name).strip():
         raise DataError(f"{config_key}.local_dir and {config_key}.name are empty; give a folder of media, or prompts")
     path = Path(os.path.expanduser(dataset_name))

@@ -61,7 +61,7 @@ class MediaSplit(NamedTuple):
 
     read_items: ReadItemsFn
     rows: list[MediaItemRow | None]
-    """Rows of the split, one entry per item of the data set; None: the item is in another split or is left out."""
+    """Rows of the split, one element per item of the data set; None: the item is in another split or is left out."""
     skip_reasons: list[str]
     num_items: int
     dataset_config: DatasetConfig
@@ -170,8 +170,9 @@ def _read_split(
 def _make_media_item_row(
     item: MediaItem, frame_settings: FrameSettings | None, needs_media: bool, starts_from_frames: bool
 ) -> MediaItemRow | str:
-    """Return the row of an item, or the reason why the item is left out; without `frame_settings`, media are ignored.
-    With `starts_from_frames`, rollouts start from frames of the item's clip, so images are left out."""
+    """Return the `MediaItemRow` of an item, or the reason why the item is left out. Images and clips are ignored if
+    `frame_settings` is None. With `starts_from_frames`, rollouts start from frames of clips, so items with images are
+    left out."""
     if item.problem and (frame_settings or not item.prompt):
         return item.problem
     if needs_media and frame_settings and item.content is None:

@@ -18,7 +18,7 @@ from cosmos_core.errors import DataError, MissingColumn
 
 Row = dict[str, Any]
 Message = dict[str, Any]
-"""A turn with `role`, `content` and other keys that a chat template may read (`tool_calls`, `reasoning_content`, ...);
+"""A turn with `role`, `content` and other keys that chat templates read (`tool_calls`, `reasoning_content`, ...);
 `weight` = 0 marks an assistant turn without a loss, whatever the key is named in the row's format."""
 
 _TEXT_ONLY_MESSAGE = "this version learns from text alone where the model has no image processor"
@@ -106,7 +106,7 @@ def read_conversation(
     """Return the conversation of a row as turns, or as a string if it is plain text. If prompt and response are in two
     columns, assistant turns of the prompt are not learned.
 
-    `column` is the column to try first; a row without it may have another of the known columns. `system_prompt` is
+    `column` is the column to try first; if the row lacks it, the other known columns are tried. `system_prompt` is
     inserted at the beginning if the row has no system turn. `with_images` allows content that is a list of `text` and
     `image` parts or contains <image> (`images.py`).
 
@@ -166,7 +166,8 @@ def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit m
     """Return the prompt of a row as turns, and its reference answer ("" if there is none).
 
     A final assistant turn is removed from the prompt, and is the reference answer if no column holds a reference. With
-    `keeps_last_turn` the turn stays in the prompt, for the policy to continue. `with_images`: see `read_conversation`.
+    `keeps_last_turn` the turn stays in the prompt, for the policy to continue. `prompt_column` and `response_column`
+    are the columns that the recipe names; empty: known columns. `with_images`: see `read_conversation`.
     Raise DataError if a named column or the prompt is missing, and SkippedRow for a row without a user turn."""
     for key, name in (("prompt_column_name", prompt_column), ("response_column_name", response_column)):
         if name in row and not has_column_value(row, name):

@@ -119,8 +119,9 @@ def unused_rows_notice(train_config: TrainConfig, batch_size: int, num_rows: int
 def batch_row_numbers(
     seed: int, step: int, batch_size: int, rows: int | Mixture, shuffle: bool, drop_last: bool = True
 ) -> np.ndarray:
-    """Return the `batch_size` row numbers (int64) of optimizer step `step`, counted from 0 over all epochs; without
-    `drop_last` the last batch of an epoch may be smaller. Raise DataError if the rows do not fill one batch."""
+    """Return the `batch_size` row numbers (int64) of optimizer step `step`, counted from 0 over all epochs. Without
+    `drop_last`, the last batch of an epoch has the remaining rows. Raise DataError if the rows do not fill one
+    batch."""
     num_rows = sum(rows.sizes) if isinstance(rows, Mixture) else rows
     epoch, batch_index = divmod(step, batches_per_epoch(batch_size, num_rows, drop_last))
     epoch_rows = epoch_order(seed, epoch, rows, shuffle)

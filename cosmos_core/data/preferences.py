@@ -44,9 +44,9 @@ def read_preference(
 
     Without a prompt column the prompt is the common beginning of `chosen` and `rejected`: their common turns, or the
     common prefix of two plain texts. If the completions begin with the prompt or its last turns, these are removed.
-    From plain texts only a prompt of several lines is removed, because a response may begin like a short question.
+    From plain texts only a prompt of several lines is removed, because a response can begin like a short question.
 
-    `column` is the prompt column to try first; a row without it may have `prompt` or another known column. For
+    `column` is the prompt column to try first; if the row lacks it, `prompt` and other known columns are tried. For
     `system_prompt` and `with_images` see `read_conversation`.
     Raise DataError if `chosen`, `rejected` or the prompt is missing or has the wrong form, and SkippedRow if the
     completions are equal or empty, or the prompt is empty."""

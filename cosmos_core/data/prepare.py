@@ -236,7 +236,8 @@ def _load_splits(stage: Stage) -> dict[str, list[_RowSource]]:
 
 
 def _load_train_and_held_out(stage: Stage) -> tuple[list[_RowSource], list[_RowSource]]:
-    """Return the training rows and the held-out rows of each data set; the second list may be empty."""
+    """Return the data sets with training rows, and the data sets with held-out rows; the second list is empty if no
+    rows are held out."""
     recipe, validation = stage.recipe, stage.recipe.validation
     train_sources: list[_RowSource] = []
     for config_key, algorithm in get_policies_by_dataset(stage).items():

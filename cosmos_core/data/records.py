@@ -52,7 +52,7 @@ _DEFAULT_CONVERSATION_COLUMN = SupervisedConfig.model_fields["conversation_colum
 
 @dataclass(frozen=True)
 class RecordSpec:
-    """Settings for converting the rows of one split to records."""
+    """Settings for converting the rows of one split to records of a prepared file."""
 
     recipe: Recipe
     row_kind: TokenisedKind
@@ -74,7 +74,7 @@ class RecordSpec:
     is_data_term: bool = False
     """Whether the rows are those of a supervised loss (data term) that is trained in addition to rollouts."""
     max_completion_tokens: int = 0
-    """Maximum number of tokens of a completion, unless a long prompt leaves fewer."""
+    """Maximum number of tokens of a completion; a completion after a long prompt gets fewer."""
 
     @property
     def conversation_column(self) -> str:

@@ -87,7 +87,7 @@ def make_list_contents(turns: list[Message]) -> list[Message]:
 
 def is_turn_missing(turn: Message, text: str) -> bool:
     """Return whether a turn has a text whose last 20 characters do not occur in the rendering `text`. Of a tool's text,
-    only the last word is compared, because templates may write it as JSON with escaped characters."""
+    only the last word is compared, because some templates write it as JSON with escaped characters."""
     if turn["role"] == "tool":
         return any(words[-1] not in text for part in get_turn_texts(turn) if (words := re.findall(r"\w+", part)))
     return any(part.strip()[-20:] not in text for part in get_turn_texts(turn))

@@ -1,4 +1,4 @@
-"""Limits on time and memory of chat templates, which are programs in a model's files that may never end."""
+"""Limits on time and memory of chat templates, which are programs in a model's files that can run forever."""
 
 import math
 import os
@@ -54,7 +54,7 @@ class _ProcessLimits:
             self.is_timer_running = False
 
     def ensure_timer_runs(self) -> None:
-        """Start the timer unless it runs: a forked process has no timer, and other code may have stopped it."""
+        """Start the timer unless it runs: a forked process has no timer, and other code can have stopped it."""
         if signal.getitimer(signal.ITIMER_REAL)[1] == 0:
             interval_seconds = min(1.0, MAX_TEMPLATE_SECONDS / 10)
             signal.setitimer(signal.ITIMER_REAL, interval_seconds, interval_seconds)

@@ -1,4 +1,4 @@
-"""Check that a tokenizer preserves the text of rows: the tokenizer of another model may drop or replace characters."""
+"""Check that a tokenizer preserves the text of rows: the tokenizer of another model can drop or replace characters."""
 
 import unicodedata
 from collections import Counter
@@ -13,7 +13,7 @@ _MAX_LISTED_CHARACTERS = 5
 
 def find_lost_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> tuple[str, bool]:
     """Compare texts with their decoded tokens; return a notice about lost letters, digits and spaces (empty if none is
-    lost), and whether at least a tenth is lost. Case, accents, punctuation and repeated spaces may differ."""
+    lost), and whether at least a tenth is lost. Case, accents, punctuation and repeated spaces do not count."""
     lost_characters, num_characters = Counter[str](), 0
     for full_text in texts:
         # Drop lone surrogates, which tokenizers refuse.

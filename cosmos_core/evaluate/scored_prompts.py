@@ -46,7 +46,7 @@ class ScoredPrompt:
         return cls(set_name, scored_group.group.prompt.id, rewards, len(errors), first_error, is_permanent_error)
 
     def mean_rewards(self) -> dict[str, float]:
-        """Return the mean of each reward over the samples for which it is valid."""
+        """Return the mean of each reward over the samples of the prompt for which the reward is valid, by its name."""
         reward_names = dict.fromkeys(name for sample_rewards in self.rewards for name in sample_rewards)
         return {n: float(np.mean([rewards[n] for rewards in self.rewards if n in rewards])) for n in reward_names}
 
@@ -91,7 +91,8 @@ def average_scores(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
 
 
 def to_item_table(scored_prompts: Sequence[ScoredPrompt], prompt_sets: Mapping[str, Sequence[Prompt]]) -> pa.Table:
-    """Return a table of items with one row per prompt: its prompt set as the task, and its mean rewards as metrics."""
+    """Return a table of evaluated items with one row per prompt; the name of the prompt set is the task, and the mean
+    rewards of the prompt are the metrics."""
     item_rows: list[dict[str, Any]] = []
     for scored_prompt in scored_prompts:
         prompt = prompt_sets[scored_prompt.set_name][scored_prompt.id]

@@ -54,8 +54,8 @@ class LinearLayers(NamedTuple):
 
 
 def find_layers(model: PreTrainedModel) -> LinearLayers:
-    """Return the linear layers of a model, which may be on the meta device. Raise `ModelError` if the model has
-    experts, or no linear layers in decoder blocks."""
+    """Return the linear layers of a model; only names and shapes are needed, so that the model can be on the meta
+    device. Raise `ModelError` if the model has experts, or no linear layers in decoder blocks."""
     path = find_layers_path(model)
     linear_modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     block_layers = {name: module for name, module in linear_modules.items() if path and name.startswith(f"{path}.")}
@@ -77,7 +77,8 @@ def find_layers(model: PreTrainedModel) -> LinearLayers:
 
 def make_quant_scheme(format_name: str, linear_layers: LinearLayers) -> QuantizationScheme:
     """Return the scheme of compressed-tensors for a quantised format. The format `w4a16` gets the largest group size
-    that divides the input size of every layer. Raise `ModelError` if no group size of vLLM's kernels does."""
+    that divides the input size of every layer. Raise `ModelError` if a weight with groups has a dimension that is not a
+    multiple of `_WEIGHT_SIZE_MULTIPLE`."""
     preset_name, tensor_layout = _FORMAT_PRESETS[format_name]
     scheme = preset_name_to_scheme(preset_name, ["Linear"])
     scheme.format = tensor_layout

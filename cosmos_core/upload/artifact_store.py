@@ -70,7 +70,8 @@ class ArtifactStore:
         return f"{self.url}{_RUNS_PATH}{name}"
 
     def read_run(self, run_id: str) -> dict[str, str]:
-        """Return the files that define a run, `pipeline.toml` and `run.json`, as text by name."""
+        """Return the texts of the stored files that define a run, `pipeline.toml` and `run.json`, by file name. Raise
+        ConfigError if the store has no such run."""
         run_files = self._read_json(f"runs/{run_id}/run.json")
         if run_files is None:
             raise ConfigError(f"{self.url}{_RUNS_PATH}{run_id}: there is no such run")
@@ -95,7 +96,8 @@ class ArtifactStore:
         return self._read_result_document(f"runs/{run_id}/stages/{stage_name}/{RESULT_FILE}")
 
     def find_stored_result(self, fingerprint: str) -> Result | None:
-        """Return the stored result of a fingerprint; None if there is none, or an output is missing or truncated."""
+        """Return the stored result of a stage with this fingerprint; None if the store has none, or an output of the
+        result is missing or truncated."""
         result = self._read_result_document(f"made/{fingerprint}/{RESULT_FILE}")
         if result is None:
             return None
@@ -116,7 +118,8 @@ class ArtifactStore:
             output_record.update(mtime_ns=file_status.st_mtime_ns, inode=file_status.st_ino)
 
     def lease_result(self, fingerprint: str, holder: LeaseHolder, has_died: Callable[[LeaseHolder], bool]) -> Lease:
-        """Return the lease that a process must hold while it makes the result of a fingerprint; see `Lease`."""
+        """Return the lease that a process must hold while it makes the result of a stage with this fingerprint; see
+        `Lease`."""
         return Lease(self._bucket, self._object_key(f"made/{fingerprint}/lease.json"), holder, has_died)
 
     def open_checkpoints(self, fingerprint: str, stage_path: Path) -> StoredCheckpoints:

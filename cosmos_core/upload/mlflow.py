@@ -92,9 +92,9 @@ class MlflowTarget:
         return f"the version {version} is missing"
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Move the alias `published` to a stored version, and save the history of the versions to which it pointed:
-        for a rollback `history` and `version`, otherwise (None) the saved history and `version`. Raise UploadError if
-        the registered model has no such version."""
+        """Move the alias `published` to a stored model version. The saved list of the versions to which the alias has
+        pointed becomes `history`, or the list saved before if `history` is None, followed by `version`. Raise
+        UploadError if the registered model has no such version."""
         with self._translate_errors():
             if not (model_version := self._find_version(version)):
                 raise UploadError(f"mlflow://{self.name} has no version {version!r}; the alias was not moved")

@@ -33,8 +33,8 @@ class S3Target:
         self.bucket.check_write_access(self._object_key(POINTER_FILE))
 
     def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
-        """Keep an upload journal in `folder`; `publish` calls `check_cancellation` before it sends a part or moves the
-        pointer."""
+        """Keep a journal in `folder`, with which `publish` continues an interrupted upload. `publish` calls
+        `check_cancellation` before it sends a part or moves the pointer; it can raise an error to end the upload."""
         self.file_transfer.journal = UploadJournal(folder / JOURNAL_FILE)
         self.file_transfer.check_cancellation = check_cancellation
 
@@ -104,9 +104,9 @@ class S3Target:
         return self.where(version)
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Let the pointer `latest.json` refer to a stored version, and save the history of its versions with `version`
-        appended: for a rollback `history`, otherwise (None) the saved history. Raise UploadError if a file of the
-        version is missing."""
+        """Let the pointer `latest.json` refer to a stored model version. The list of the versions to which it has
+        referred, which the pointer contains, becomes `history`, or the previous list if `history` is None, followed by
+        `version`. Raise UploadError if a file of the version is missing."""
         with translate_errors(self.where(version), message_hint=_POINTER_UNCHANGED_NOTE):
             for name in self.record_of(version)["files"]:
                 if self.bucket.head(self._object_key(f"{version}/{name}")) is None:

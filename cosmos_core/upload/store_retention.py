@@ -40,7 +40,7 @@ class StoredFolder:
 
     @property
     def size(self) -> int:
-        """Return the total size of the objects in bytes."""
+        """Return the total size in bytes of the objects in the folder."""
         return sum(stored_object.size for stored_object in self.objects)
 
 

@@ -32,11 +32,11 @@ class UploadJournal:
 
     path: Path | None = None
     upload_ids: dict[str, str] = field(default_factory=dict)
-    """Id of the multipart upload of each object, by key."""
+    """Id of the unfinished multipart upload of each object, by the key of the object."""
     part_etags: dict[tuple[str, int], str] = field(default_factory=dict)
     """ETag of each stored part, by upload id and part number."""
     verified_objects: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """SHA-256 and ETag of each object whose content was verified, by key."""
+    """SHA-256 and ETag of each object whose content was verified, by the key of the object."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:

@@ -62,8 +62,8 @@ class PreparedRows(ABC):
     """Mixture of data sets that the rows come from; None: all rows are from one data set."""
 
     def get_source_label(self, row: int) -> str:
-        """Return the name of the data set from which row number `row` was mixed in; empty if all rows are from one data
-        set."""
+        """Return the name of the data set in the mixture from which row number `row` comes; empty if all rows are from
+        one data set."""
         return self.mixture.get_source_label(row) if self.mixture else ""
 
     @abstractmethod
@@ -111,7 +111,7 @@ class RowKind(ABC):
 
     @property
     def schema_with_images(self) -> pa.Schema:
-        """Arrow schema of prepared rows that may show images."""
+        """Arrow schema of prepared rows with the column of images, for rows that can show images."""
         return self.schema.insert(len(self.schema) - 1, pa.field("images", pa.list_(_IMAGE_TYPE)))
 
     def make_schema(self, image_root: Path | None) -> pa.Schema:
@@ -141,7 +141,7 @@ class RowKind(ABC):
         raise NotImplementedError(f"{self.name} are not completed")
 
     def open_held_out(self, folder: Path, algorithm: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
-        """Open the validation split, whose rows are of this kind; errors are those of `open_table`."""
+        """Open the prepared held-out rows, which must be of this kind; errors are those of `open_table`."""
         return HeldOutSet(self.open(folder, VALIDATION_SPLIT, model, adapter), None)
 
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from cosmos_core.run.stage import Stage
 
 LOCATION_TYPE = pa.struct({"shard": pa.string(), "entry": pa.string()})
-"""Arrow type of the location of tensors: the shard, and the name of the entry in the shard."""
+"""Arrow type of the location of a prepared row's tensors: the name of the shard (safetensors file), and the name of the
+entry in the shard."""
 
 
 class MediaPromptsKind(RowKind):
