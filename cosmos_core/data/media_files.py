@@ -31,13 +31,14 @@ _EMBEDDING_FOLDERS = ("text_embeddings", "t5_xxl", "t5")
 
 
 def list_metadata_files(folder: Path) -> list[Path]:
-    """Return the metadata files in a folder in the imagefolder format of `datasets`: they list the images of the folder
-    with their columns."""
+    """Return the metadata files of a folder in the imagefolder format of `datasets`, which list the images or videos of
+    the folder with their columns."""
     return [folder / name for name in _METADATA_FILES if (folder / name).is_file()]
 
 
 def is_media_folder(folder: Path) -> bool:
-    """Return whether a folder has images or videos, or JSON files with one prompt each."""
+    """Return whether a folder is to be read as a data set of media: it has images, videos, tar files, a sub-folder
+    `metas`, or JSON files with one prompt each."""
     if (folder / "metas").is_dir() or find_tar_files(folder):
         return True
     file_names = sorted(dir_entry.name for dir_entry in os.scandir(folder) if dir_entry.is_file())
@@ -73,8 +74,8 @@ def read_media_folder(root_folder: Path) -> Iterator[MediaItem]:
 
 
 def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
-    """Yield an item for each NAME.json in the folder, with its image or video, and for each image or video that has a
-    caption file."""
+    """Yield an item for each NAME.json in the folder, with the image or video NAME, and for each other image or video,
+    with the text of its caption file as prompt. A file without prompt gives an item with a `problem`."""
     visible_files = [file for file in sorted(folder.iterdir()) if not file.name.startswith(".")]
     media_by_stem: dict[str, list[Path]] = {}
     for file in visible_files:

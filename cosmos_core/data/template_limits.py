@@ -14,10 +14,10 @@ from typing import Any
 from cosmos_core.errors import ModelError
 
 MAX_TEMPLATE_SECONDS = 10.0
-"""Time limit in seconds for one call of a chat template. Rendering a conversation of a million tokens takes less than
-one second."""
+"""Time limit in seconds for the code in a `limit_resources` block, which renders with a chat template. Rendering a
+conversation of a million tokens takes less than one second."""
 MAX_TEMPLATE_BYTES = 2 << 30
-"""Memory limit in bytes for one call of a chat template, in addition to what the process already uses."""
+"""Memory limit in bytes for the code in a `limit_resources` block, in addition to what the process already uses."""
 _PAGE_SIZE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _SIZE_REFRESH_SECONDS = 0.02
 """Time in seconds for which the measured memory size of the process is reused, because measuring it takes longer than

@@ -33,8 +33,9 @@ class Benchmarks:
 
 
 def open_benchmarks(config: EvaluateConfig) -> Benchmarks:
-    """Load the lm-eval tasks that a recipe names, with their rows. Raise `ConfigError` if a task does not exist, has
-    images, or executes code that the recipe does not allow, and `DataError` if the rows of a task cannot be read."""
+    """Load the lm-eval tasks that a recipe names, with their rows. Raise `ConfigError` if a task does not exist, cannot
+    be loaded, has images, or executes code that the recipe does not allow, and `DataError` if the rows of a task cannot
+    be read."""
     if config.confirm_run_unsafe_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     task_manager = _open_task_manager(config)

@@ -69,10 +69,10 @@ def is_publication_record(value: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def append_version(saved_history: list[str], version: str, history: list[str] | None = None) -> list[str]:
-    """Return the new history of a publication target, the at most 100 last versions to which its pointer has pointed,
-    after the pointer moves to `version`. A rollback passes as `history` the part of `saved_history` to keep: the list
-    without its last version, or the whole list if a repeated rollback has already been done. Raise UploadError for any
-    other `history`, because another publication has moved the pointer meanwhile."""
+    """Return the history of a publication target, the at most 100 last versions to which its pointer has pointed, after
+    the pointer moves to `version`. Only a rollback passes `history`: the part of `saved_history` to keep, which is the
+    list without its last version, or the whole list if the rollback had already been done. Raise UploadError for any
+    other `history` (unless `saved_history` is empty), because another publication has moved the pointer meanwhile."""
     if history is not None and saved_history not in ([], history) and saved_history[:-1] != history:
         raise UploadError(f"{saved_history[-1]!r} was published meanwhile; the pointer was not moved, run it again")
     history = saved_history if history is None else history
@@ -116,8 +116,8 @@ def _convert_target_error(stage_location: str, target_setting: str, error: Excep
         if not is_import_path(split_publication_target(target_setting)[0]):
             return error
         error_text = f"{type(error).__name__}: {error} ({find_error_location(error)})"
-    may_respond_later = type(error) is UploadError if isinstance(error, CosmosError) else is_transient(error)
-    error_class = UploadError if may_respond_later else ConfigError
+    is_retryable = type(error) is UploadError if isinstance(error, CosmosError) else is_transient(error)
+    error_class = UploadError if is_retryable else ConfigError
     return error_class(f"{stage_location}: {setting_text}{error_text.removeprefix(setting_text)}")
 
 
