@@ -267,10 +267,10 @@ def _propose_settings(options: dict[str, str], overrides: Sequence[str] = ()) ->
     from cosmos_core.config.schema.dataset import data_suffix
     from cosmos_core.run.remote import download_url
 
-    set_tables = recipe_overrides([*map(parse_override, overrides)])
-    dataset_table, _ = find_parent_table(set_tables, f"{_DATASET_KEY}.name")
+    override_tables = recipe_overrides([*map(parse_override, overrides)])
+    dataset_table, _ = find_parent_table(override_tables, f"{_DATASET_KEY}.name")
     row_selection = {key: value for key, value in dataset_table.items() if key in _SPLIT_KEYS}
-    custom_settings, _ = find_parent_table(set_tables, "custom.KEY")
+    custom_settings, _ = find_parent_table(override_tables, "custom.KEY")
     # Expand `~`, because no shell does so in the input of `cosmos init` or in `--model=~/model`.
     input_paths = {name: os.path.expanduser(options.get(name, "")) for name in ("model", "data")}
     if "://" not in (data := input_paths["data"]) and data_suffix(data) and not os.path.exists(data):

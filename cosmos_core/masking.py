@@ -43,7 +43,7 @@ _WORD_AND_SECRET_PATTERN = re.compile(
     re.I,
 )
 _LONG_WORD_PATTERN = re.compile(r"[A-Za-z0-9_+-]{20,}={0,2}")
-_SEPARATED_GROUPS_PATTERN = re.compile(r"[A-Za-z0-9!#$%&*^~._-]{20,}")
+_SEPARATED_LETTER_GROUPS_PATTERN = re.compile(r"[A-Za-z0-9!#$%&*^~._-]{20,}")
 _BASE64_WITH_SLASHES = re.compile(r"(?<![\w+/.-])(?=[A-Za-z0-9+]+/)[A-Za-z0-9/+]{32,}={0,2}(?![\w+/=-])")
 _WORD_PIECE_PATTERN = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _DIGEST_LENGTHS = {40, 64}
@@ -60,7 +60,8 @@ def find_secret_spans(text: str) -> Iterator[tuple[int, int]]:
     for match in _BASE64_WITH_SLASHES.finditer(text):  # find base64 text, such as secret keys of AWS with 40 characters
         if _has_mixed_characters(match[0]) and _mean_piece_length(match[0]) < (3.2 if len(match[0]) == 40 else 2.5):
             yield match.span()
-    for match in _SEPARATED_GROUPS_PATTERN.finditer(text):  # find groups of random letters between dashes or dots
+    # Find groups of random letters between dashes or dots.
+    for match in _SEPARATED_LETTER_GROUPS_PATTERN.finditer(text):
         has_long_word = re.search("[A-Z]?[a-z]{5}|[A-Z]{5}", match[0])
         if _has_mixed_characters(match[0]) and not has_long_word and _mean_piece_length(match[0]) < 1.95:
             yield match.span()
@@ -110,5 +111,5 @@ def _looks_like_secret(word: str) -> bool:
 
 def _mean_piece_length(word: str) -> float:
     """Return the mean length of the parts of a string that look like a word, an acronym or a number."""
-    word_pieces = _WORD_PIECE_PATTERN.findall(word)
-    return sum(map(len, word_pieces)) / max(1, len(word_pieces))
+    word_like_parts = _WORD_PIECE_PATTERN.findall(word)
+    return sum(map(len, word_like_parts)) / max(1, len(word_like_parts))

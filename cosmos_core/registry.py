@@ -146,9 +146,9 @@ def read_signature(import_path: str) -> inspect.Signature | None:
     is_assigned = any(isinstance(n, ast.Name) and n.id == function_name and isinstance(n.ctx, ast.Store) for n in nodes)
     if len(functions) != 1 or functions[0] not in module.body or functions[0].decorator_list or is_assigned:
         return None
-    [function_node], none_constant = functions, ast.Constant(None)
-    function_node.args.defaults = [none_constant] * len(function_node.args.defaults)
-    function_node.args.kw_defaults = [default and none_constant for default in function_node.args.kw_defaults]
+    [function_node], none_literal_node = functions, ast.Constant(None)
+    function_node.args.defaults = [none_literal_node] * len(function_node.args.defaults)
+    function_node.args.kw_defaults = [default and none_literal_node for default in function_node.args.kw_defaults]
     for node in ast.walk(function_node.args):
         if isinstance(node, ast.arg):
             node.annotation = None

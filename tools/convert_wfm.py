@@ -21,7 +21,7 @@ import tomli_w
 from jinja2 import Environment, StrictUndefined
 from pydantic import Field, NonNegativeInt, PositiveFloat, create_model
 
-from cosmos_core.config.load import TomlTable, merge_tables, parse_table, read_toml, short_text, without_none
+from cosmos_core.config.load import TomlTable, merge_tables, parse_table, read_toml, shorten_value, without_none
 from cosmos_core.config.schema.declared import FIELD_TYPES, field_definition
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import Table, all_fields
@@ -150,7 +150,7 @@ def _by_name(callbacks: Any, source: str) -> TomlTable:
     entries: list[Any] = callbacks if isinstance(callbacks, list) else [None]
     if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries):
         raise ConfigError(
-            f"{source}: trainer.callbacks = {short_text(callbacks)}: must be an array of tables with a name"
+            f"{source}: trainer.callbacks = {shorten_value(callbacks)}: must be an array of tables with a name"
         )
     if extra := {key for entry in entries for key in entry} - {"name", "args", "step_size"}:
         raise ConfigError(f"{source}: trainer.callbacks.{min(extra)}: unknown key; a callback has a name and args")

@@ -183,7 +183,7 @@ def _printable_key(key_path: Sequence[str], key_prefix: str) -> str:
 
 
 def _describe_validation_error(table: type[Table], error: Any, keys: list[str], key_prefix: str, config: Any) -> str:
-    key, value = _printable_key(keys, key_prefix), short_text(error.get("input"))
+    key, value = _printable_key(keys, key_prefix), shorten_value(error.get("input"))
     error_type, error_context = error["type"], error.get("ctx", {})
     if error_type == "extra_forbidden":
         return f"{key}: unknown key{_suggest_known_key(table, keys, key_prefix, config)}"
@@ -192,8 +192,8 @@ def _describe_validation_error(table: type[Table], error: Any, keys: list[str], 
     if error_type == "union_tag_not_found":
         return f"{key}.{error_context['discriminator'].strip(chr(39))}: is required"
     if error_type == "union_tag_invalid":
-        type_key, bad_type = f"{key}.{error_context['discriminator'].strip(chr(39))}", short_text(error_context["tag"])
-        return f"{type_key} = {bad_type}: must be one of {error_context['expected_tags']}"
+        type_key, tag = f"{key}.{error_context['discriminator'].strip(chr(39))}", error_context["tag"]
+        return f"{type_key} = {shorten_value(tag)}: must be one of {error_context['expected_tags']}"
     if error_type in _TOML_TYPE_BY_ERROR_TYPE:
         lacks_quotes = error_type == "string_type" and not isinstance(error["input"], dict | list)
         quotes_hint = f", in quotes (with --set: '{key}=\"...\"')" if lacks_quotes and not keys[-1].isdigit() else ""
@@ -284,7 +284,7 @@ def _normalise_key(name: str) -> str:
     return name.removeprefix("optm_").replace("_", "")
 
 
-def short_text(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     """Return the text of a value for an error message, shortened to 60 characters."""
     text = _join_lines(repr(value))
     return text if len(text) <= 60 else text[:57] + "..."

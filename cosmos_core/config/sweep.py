@@ -172,14 +172,14 @@ def _is_stage_argument(key: str) -> bool:
     return key.partition(".")[0] == _STAGE_ARGUMENTS_KEY
 
 
-def _list_grid_points(grid: Mapping[str, list[Any]], max_original_length: int) -> list[tuple[str, TomlTable]]:
+def _list_grid_points(grid: Mapping[str, list[Any]], max_copied_name_length: int) -> list[tuple[str, TomlTable]]:
     """Return one pair for each branch of a sweep: a suffix for the names of its stages, and its values of the grid by
-    key. The suffix is so short that it can be appended to names of `max_original_length` characters."""
+    key. The suffix is so short that it can be appended to names of `max_copied_name_length` characters."""
     points = [dict(zip(map(current_key, grid), values, strict=True)) for values in itertools.product(*grid.values())]
     short_name_by_key = _shorten_keys([current_key(key) for key in grid])
     name_parts = [[f"{short_name_by_key[key]}-{_format_value(point[key])}" for key in point] for point in points]
     branch_suffixes = list(map("-".join, name_parts))
-    max_suffix_length = MAX_STAGE_NAME_LENGTH - max_original_length - 1
+    max_suffix_length = MAX_STAGE_NAME_LENGTH - max_copied_name_length - 1
     grid_points = []
     for branch_suffix, point in zip(branch_suffixes, points, strict=True):
         if len(branch_suffix) > max_suffix_length or branch_suffixes.count(branch_suffix) > 1:

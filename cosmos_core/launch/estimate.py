@@ -127,11 +127,11 @@ def _use_prepared_dataset(pipeline: Pipeline, stage: StageConfig, decisions: Map
     """Return the recipe of a stage with the data set of the `prepare` stage from which it reads rows."""
     recipe = pipeline.recipes[stage.name]
     prepare_stage = pipeline.stage(referenced_stage(stage.data) or stage.name)
-    prepare_stage, prepare_recipe = download_inputs(pipeline, prepare_stage, pipeline.output_dir, lambda: None)
-    dataset, datasets = prepare_recipe.train.train_policy.dataset, prepare_recipe.train.train_policy.datasets
+    prepare_stage, data_recipe = download_inputs(pipeline, prepare_stage, pipeline.output_dir, lambda: None)
+    dataset, datasets = data_recipe.train.train_policy.dataset, data_recipe.train.train_policy.datasets
     if prepare_stage.name != stage.name and prepare_stage.data:
         data_folder = _find_output_path(prepare_stage.data, "data", decisions)
         dataset, datasets = DatasetConfig(name=data_folder, test_size=dataset.test_size), ()
     recipe = replace_setting(recipe, "train.train_policy.dataset", dataset)
-    recipe = replace_setting(recipe, "validation", prepare_recipe.validation)
+    recipe = replace_setting(recipe, "validation", data_recipe.validation)
     return replace_setting(recipe, "train.train_policy.datasets", datasets)

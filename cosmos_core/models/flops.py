@@ -56,11 +56,11 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     a product takes 0.03 s; the result is the best rate over all sizes and tries."""
     matrix_size, best_flops_per_second = _MIN_MATRIX_SIZE, 0.0
     while matrix_size <= _MAX_MATRIX_SIZE.get(device.type, 1024):
-        square_matrix = torch.randn(matrix_size, matrix_size, device=device, dtype=dtype)
+        matmul_operand = torch.randn(matrix_size, matrix_size, device=device, dtype=dtype)
         shortest_seconds = float("inf")
         for _ in range(_NUM_MEASUREMENTS):
             start_time = _read_synchronized_time(device)
-            square_matrix @ square_matrix
+            matmul_operand @ matmul_operand
             shortest_seconds = min(shortest_seconds, _read_synchronized_time(device) - start_time)
         best_flops_per_second = max(best_flops_per_second, 2.0 * matrix_size**3 / shortest_seconds)
         if shortest_seconds > _MIN_MEASURED_SECONDS:

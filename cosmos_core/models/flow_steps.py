@@ -64,8 +64,8 @@ def flow_grpo_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_streng
     sigma, sigma_change = noise_levels.sigma, noise_levels.next_sigma - noise_levels.sigma
     is_first_step = (sigma > noise_levels.second_schedule_sigma) & (sigma > _MIN_SIGMA_OF_NOISE_LIMIT)
     is_sigma_replaced = (sigma > _PURE_NOISE_SIGMA) | (is_first_step & (1 - sigma < -sigma_change))
-    noise_rate_sigma = torch.where(is_sigma_replaced, noise_levels.second_schedule_sigma, sigma)
-    noise_rate = noise_strength * torch.sqrt(sigma / (1 - noise_rate_sigma))
+    sigma_for_noise_rate = torch.where(is_sigma_replaced, noise_levels.second_schedule_sigma, sigma)
+    noise_rate = noise_strength * torch.sqrt(sigma / (1 - sigma_for_noise_rate))
     drift_factor = noise_rate**2 / (2 * sigma)
     velocity_factor = (1 + drift_factor * (1 - sigma)) * sigma_change
     mean = x * broadcast_per_sample(1 + drift_factor * sigma_change, x) + v * broadcast_per_sample(velocity_factor, x)

@@ -164,11 +164,11 @@ def merge_adapter(model: nn.Module) -> Iterator[None]:
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of a model with a LoRA adapter, under the keys of the model without the adapter. Call this
     function inside `merge_adapter`, so that the weights include the adapter."""
-    key_without_adapter = keys_without_adapter(model)
-    return {key_without_adapter[key]: tensor for key, tensor in model.state_dict().items() if key_without_adapter[key]}
+    base_model_keys = map_keys_to_base_model(model)
+    return {base_model_keys[key]: tensor for key, tensor in model.state_dict().items() if base_model_keys[key]}
 
 
-def keys_without_adapter(model: nn.Module) -> dict[str, str]:
+def map_keys_to_base_model(model: nn.Module) -> dict[str, str]:
     """Return for each key of a model's state dict the key of the same tensor in the model without the adapter; empty
     for tensors of the LoRA adapter."""
     peft_wrapper_classes = (LoraLayer, ModulesToSaveWrapper)

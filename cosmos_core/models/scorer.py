@@ -150,7 +150,7 @@ class LogprobScorer(nn.Module):
         disabled). If the model's logits are not its head applied to these hidden states, return the logits and an
         identity head."""
         if self._are_logits_plain_head_output is None:
-            self._are_logits_plain_head_output = self._test_head_matches_logits(inputs["input_ids"].device)
+            self._are_logits_plain_head_output = self._check_head_matches_logits(inputs["input_ids"].device)
         called_module = self.model.base_model if self._are_logits_plain_head_output else self.model
         balance_settings = self.load_balancing if torch.is_grad_enabled() else None
         router_options = {"output_router_logits": True} if balance_settings else {}
@@ -177,7 +177,7 @@ class LogprobScorer(nn.Module):
         return logits_MV
 
     @torch.no_grad()
-    def _test_head_matches_logits(self, device: torch.device) -> bool:
+    def _check_head_matches_logits(self, device: torch.device) -> bool:
         output_head = self.model.get_output_embeddings()
         if output_head is None or self.model.base_model is self.model:
             return False

@@ -115,7 +115,7 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
         value = settings.get(f"train.{key}")
         return "" if value in {None, "", 0} else template.format(f"{value:g}" if isinstance(value, float) else value)
 
-    policy_prefix = "train_policy."
+    policy_key_prefix = "train_policy."
     (step, total), has_rollouts = stage.step_and_total, stage.kind.feed == "rollouts"
     lora_rank, num_generations = settings.get("policy.lora.r"), settings.get("rollout.n_generation")
     rate_prefix = "train.optm_lr"
@@ -123,9 +123,9 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
     learning_rates = [(key.removeprefix(rate_prefix).removeprefix("."), settings[key]) for key in rate_keys]
     subset_settings = [value for key, value in settings.items() if key.startswith(_PARTIAL_TRAINING_KEYS)]
     freezes_weights = any(value not in ([], {}) for value in subset_settings)
-    policy_type = format_setting(f"{policy_prefix}type")
-    loss_variant = format_setting(f"{policy_prefix}variant")
-    algorithm_name = format_setting(f"{policy_prefix}trainer_type") or policy_type
+    policy_type = format_setting(f"{policy_key_prefix}type")
+    loss_variant = format_setting(f"{policy_key_prefix}variant")
+    algorithm_name = format_setting(f"{policy_key_prefix}trainer_type") or policy_type
     is_warmup_in_steps = settings.get("train.optm_warmup_steps", 1) >= 1
     warmup_template = "warmup of {} steps" if is_warmup_in_steps else "warmup of {} of all steps"
     setting_groups: list[tuple[str, list[Any]]] = [
@@ -137,7 +137,7 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
                            format_setting("optm_warmup_steps", warmup_template)]),
         ("batch", [format_setting("train_batch_per_replica", "{} completions" if has_rollouts else "{} rows"),
                    f"{num_generations} of each prompt" if has_rollouts and num_generations else "",
-                   format_setting(f"{policy_prefix}mini_batch", "micro-batch {}")]),
+                   format_setting(f"{policy_key_prefix}mini_batch", "micro-batch {}")]),
         ("steps", [f"{step} of {total}" if step and total else "", format_setting("epoch", "at most {} epochs")]),
         ("reward", _list_rewards(settings) if has_rollouts else []),
         ("seed", [str(seed) for seed in [settings.get("train.seed")] if seed is not None])
@@ -147,13 +147,13 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
 
 def _list_rewards(settings: dict[str, Any]) -> list[str]:
     """Return the rewards of a training with their weights, from the reward service, the data sets or the algorithm."""
-    policy_prefix = "train.train_policy."
-    if settings.get(f"{policy_prefix}use_remote_reward"):
-        reward_functions = settings.get(f"{policy_prefix}remote_reward.reward_fns", ())
+    policy_key_prefix = "train.train_policy."
+    if settings.get(f"{policy_key_prefix}use_remote_reward"):
+        reward_functions = settings.get(f"{policy_key_prefix}remote_reward.reward_fns", ())
         return [f"{each['name']} x {each['weight']:g} of a reward service" for each in reward_functions]
-    prefix = f"{policy_prefix}reward_function."
+    prefix = f"{policy_key_prefix}reward_function."
     default_weights = {key.removeprefix(prefix): weight for key, weight in settings.items() if key.startswith(prefix)}
-    dataset_tables = settings.get(f"{policy_prefix}datasets") or [{}]
+    dataset_tables = settings.get(f"{policy_key_prefix}datasets") or [{}]
     weights_by_dataset = [dataset.get("reward_function") or default_weights for dataset in dataset_tables]
     return list(dict.fromkeys(f"{name} x {weight:g}" for each in weights_by_dataset for name, weight in each.items()))
 

@@ -109,7 +109,7 @@ def find_split_matrices(model: PreTrainedModel, num_ranks: int, *, shards_expert
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     check_head_split(model, "tp_size", num_ranks)
     tied_modules = {head, embedding} if head is not None and head.weight is embedding.weight else set()
-    split_modules_and_styles = []
+    modules_with_styles = []
     for name, module in list(model.named_modules()):
         style = next((tp_plan[pattern] for pattern in tp_plan if matches_pattern(pattern, name)), None)
         # Skip a module without parameters, which is a placeholder for a module of another pipeline stage.
@@ -126,8 +126,8 @@ def find_split_matrices(model: PreTrainedModel, num_ranks: int, *, shards_expert
             if num_features % num_ranks:
                 size_text = f"does not divide the {num_features} features of {name} of {model_name}"
                 raise ModelError(f"{tp_size_setting} {size_text}; lower it")
-        split_modules_and_styles.append((module, style))
-    return split_modules_and_styles
+        modules_with_styles.append((module, style))
+    return modules_with_styles
 
 
 def check_tp_plan(model: PreTrainedModel, root_modules: Sequence[Any], mesh: DeviceMesh) -> None:

@@ -138,7 +138,7 @@ def load_reward(name: str) -> Reward:
                 reward_function = reward_function()
         if not callable(reward_function):
             raise RewardError(f"{name!r} is a {type(reward_function).__name__}, not a function")
-        return Reward(name, reward_function, bind_parameters(name, reward_function, passes_text=is_class))
+        return Reward(name, reward_function, bind_parameters(name, reward_function, passes_strings=is_class))
     except (ConfigError, RewardError) as error:
         raise RewardError(f"reward {error}") from error
 

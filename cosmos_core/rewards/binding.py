@@ -68,7 +68,7 @@ class ParameterBinding:
     """Parameters of a reward function and the rules that bind arguments to them."""
 
     parameters: tuple[inspect.Parameter, ...]
-    passes_text: bool = False
+    passes_strings: bool = False
     """Whether `completions` are passed as texts even if the prompt is a list of messages, as in ms-swift."""
 
     @property
@@ -101,7 +101,7 @@ class ParameterBinding:
         or, with `takes_lists`, lists of values of all requests. Raise `TypeError` for an unknown parameter name."""
         get_argument = partial(_get_argument, request_fields=requests[0])
         if takes_lists:
-            get_argument = partial(_get_list_argument, group_requests=requests, passes_text=self.passes_text)
+            get_argument = partial(_get_list_argument, group_requests=requests, passes_strings=self.passes_strings)
         positional_arguments, keyword_arguments = [], {}
         for parameter in self.parameters:
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -129,12 +129,14 @@ class ParameterBinding:
         return positional_arguments, keyword_arguments
 
 
-def bind_parameters(name: str, reward_function: Callable[..., Any], *, passes_text: bool = False) -> ParameterBinding:
+def bind_parameters(
+    name: str, reward_function: Callable[..., Any], *, passes_strings: bool = False
+) -> ParameterBinding:
     """Return the parameters of a reward function with the rules for their arguments; `name` is the function's name in
     the recipe. Raise `RewardError` if the signature is not readable, takes no completion, or has an unsupported
     parameter."""
     try:
-        binding = ParameterBinding(tuple(inspect.signature(reward_function).parameters.values()), passes_text)
+        binding = ParameterBinding(tuple(inspect.signature(reward_function).parameters.values()), passes_strings)
     except (TypeError, ValueError):
         raise RewardError(f"{name!r} has no signature to bind by name; write {SIGNATURE_EXAMPLES}") from None
     bindable_parameters = [each for each in binding.parameters if each.kind is not each.VAR_POSITIONAL]
@@ -180,16 +182,16 @@ def _get_argument(parameter_name: str, request_fields: RequestFields) -> Any:
     return {"extra_info": {}, "data_source": ""}[parameter_name]
 
 
-def _get_list_argument(name: str, group_requests: Sequence[RequestFields], passes_text: bool) -> Any:
+def _get_list_argument(name: str, group_requests: Sequence[RequestFields], passes_strings: bool) -> Any:
     """Return the argument that a reward function receives as `name` when one call scores all completions of a prompt:
-    usually a list with one value per completion. With `passes_text`, completions are strings even if the prompt is a
+    usually a list with one value per completion. With `passes_strings`, completions are strings even if the prompt is a
     list of messages."""
     row_columns = _row_columns(group_requests[0])
     if name in _SINGLE_VALUE_PARAMETERS:
         return _get_argument(name, group_requests[0])
     if name in _PROMPT_AND_COMPLETION_PARAMETERS or (name in _SINGULAR_NAME_BY_PLURAL and name not in row_columns):
         if name == "completions":  # as in TRL, completions are lists of messages if the prompt is a list
-            has_messages = isinstance(row_columns.get("prompt"), list) and not passes_text
+            has_messages = isinstance(row_columns.get("prompt"), list) and not passes_strings
             return [fields["turns" if has_messages else "to_be_evaluated"] for fields in group_requests]
         if name == "prompts":
             return [row_columns.get("prompt", fields.get("prompt")) for fields in group_requests]

@@ -34,7 +34,7 @@ from cosmos_core.rewards.reward_model import has_model, open_model
 from cosmos_core.transient import is_transient
 from cosmos_core.types import Group, Score, ScoredGroup
 
-ScoreGroups = Callable[[Sequence[Group]], list[ScoredGroup]]
+ScoreGroupsFn = Callable[[Sequence[Group]], list[ScoredGroup]]
 """Function that scores every completion of each group."""
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cosmos_core.parallel.mesh import broadcast_object, is_first_rank
-from cosmos_core.rewards.runner import ScoreGroups
+from cosmos_core.rewards.runner import ScoreGroupsFn
 from cosmos_core.rollout.base import reseed
 from cosmos_core.rollout.fleet import EngineFleet
 from cosmos_core.rollout.groups import GroupFilter, GroupPlan, check_scores, filter_metrics, group_metrics, lag_metrics
@@ -38,7 +38,7 @@ class AsyncGroupSource:
     take_prompts: Callable[[int, int], Sequence[Prompt]]
     """Function `(position, count)` that returns `count` prompts from `position` on, in the order of the data over all
     epochs; fewer prompts at the end of the last epoch."""
-    score: ScoreGroups
+    score: ScoreGroupsFn
     """Function that scores groups of completions; called in a thread of the first rank only."""
     sampling: Sampling
     progress: ProgressWriter

@@ -243,8 +243,8 @@ class EnginePool:
         try:
             engine_reply = engine.pending_reply.result()
         except ConnectionError as error:
-            is_refusal = isinstance(error, ConnectionRefusedError) and engine.description is None
-            if is_refusal and (current_time - engine.last_death_time < _OPEN_TIMEOUT_SECONDS or self.open_engines()):
+            was_refused = isinstance(error, ConnectionRefusedError) and engine.description is None
+            if was_refused and (current_time - engine.last_death_time < _OPEN_TIMEOUT_SECONDS or self.open_engines()):
                 engine.pending_reply, engine.last_progress_time = None, current_time
                 return
             self._reopen_dead_engine(engine, error)

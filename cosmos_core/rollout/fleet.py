@@ -234,13 +234,13 @@ class EngineFleet:
         whose process died as dead."""
         reply_futures = [(process, process.engine.handle.call(method, *arguments, **kwargs)) for process in processes]
         self._pool.await_replies([(process.engine, reply_future) for process, reply_future in reply_futures])
-        process_replies = []
+        process_reply_pairs = []
         for process, reply_future in reply_futures:
             try:
-                process_replies.append((process, reply_future.result()))
+                process_reply_pairs.append((process, reply_future.result()))
             except ConnectionError as error:
                 self._pool.mark_dead(*process, error)
-        return process_replies
+        return process_reply_pairs
 
     def _end_weight_load(self, version: int, processes: Sequence[EngineProcess], num_sent_tensors: int) -> None:
         sync_mode = self._weight_sync_mode

@@ -16,7 +16,7 @@ import numpy as np
 from cosmos_core.errors import RewardError
 from cosmos_core.parallel.mesh import num_ranks
 from cosmos_core.rewards.base import invalid_scores_error
-from cosmos_core.rewards.runner import ScoreGroups
+from cosmos_core.rewards.runner import ScoreGroupsFn
 from cosmos_core.rollout.base import Engine, generate, reseed
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.types import Completion, Group, JsonValue, Prompt, Sampling, ScoredGroup
@@ -73,7 +73,7 @@ class SyncGroupSource:
     get_step_prompts: Callable[[int], Sequence[Prompt]]
     """Function that returns the prompts of a train step, in order."""
     engine: Engine
-    score: ScoreGroups
+    score: ScoreGroupsFn
     sampling: Sampling
     progress: ProgressWriter
     batch_size: int

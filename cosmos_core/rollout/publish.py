@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.export import make_float32_predicate
-from cosmos_core.models.lora import adapted_layers, keys_without_adapter, merge_adapter
+from cosmos_core.models.lora import adapted_layers, map_keys_to_base_model, merge_adapter
 from cosmos_core.parallel.gather import FullTensorGatherer
 from cosmos_core.rollout.base import Bucket, Engine, WeightFormat, storage_key
 from cosmos_core.rollout.fleet import EngineFleet
@@ -155,7 +155,7 @@ class _WeightBuckets:
         self._model, self._weight_format = model, weight_format
         complete_model = full_model or model
         if weight_format == "adapter":  # a group for each LoRA factor, named by its key in the state dict
-            state_dict, name_by_key = complete_model.state_dict(keep_vars=True), keys_without_adapter(complete_model)
+            state_dict, name_by_key = complete_model.state_dict(keep_vars=True), map_keys_to_base_model(complete_model)
             weight_groups = [_WeightGroup({k: state_dict[k]}, {k: k}) for k, name in name_by_key.items() if not name]
         else:
             weight_groups = _group_weights_by_module(complete_model)
@@ -201,7 +201,7 @@ def _group_weights_by_module(full_model: PreTrainedModel) -> list[_WeightGroup]:
     group_by_parent_module: dict[str, _WeightGroup] = {}
     first_key_by_tensor: dict[Tensor, str] = {}
     group_by_key: dict[str, _WeightGroup] = {}
-    name_by_key = keys_without_adapter(full_model)
+    name_by_key = map_keys_to_base_model(full_model)
     for key in state_dict:
         name = name_by_key.get(key, "")
         adapted_layer_name = next((layer for layer in adapted_layer_by_name if key.startswith(f"{layer}.")), "")

@@ -64,10 +64,10 @@ class WeightLoad:
     def await_replies(self, replies: Sequence[Future[Any]]) -> list[int]:
         """Wait for the replies of engines, and remove engines whose process died from the load. Return the positions,
         among the remaining engines, of those whose call raised `TransferFailed`."""
-        process_replies = [(self._process_by_reply.pop(reply), reply) for reply in replies]
-        self._engine_pool.await_replies([(process.engine, reply) for process, reply in process_replies])
+        process_reply_pairs = [(self._process_by_reply.pop(reply), reply) for reply in replies]
+        self._engine_pool.await_replies([(process.engine, reply) for process, reply in process_reply_pairs])
         dead_process_ids, failed_process_ids = set(), set()
-        for process, reply in process_replies:
+        for process, reply in process_reply_pairs:
             try:
                 reply.result()
             except ConnectionError as error:

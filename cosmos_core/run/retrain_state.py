@@ -24,7 +24,7 @@ _CONTENT_INGREDIENT_NAMES = (
     "kind", "result_version", "config", "after", "data", "media", "code", "data_code", "entry", "chat_template",
     "template", "reward_service", "rewards", "checkpoint", "format", "sweep", "teacher", "adapter", "weights", "resume",
 )  # fmt: skip
-_MODEL_INGREDIENT_NAMES = ("model", "end_tokens", "carried")
+_MODEL_INPUT_NAMES = ("model", "end_tokens", "carried")
 
 
 class RetrainState(JsonDocument):
@@ -52,7 +52,7 @@ def compute_retrain_digest(pipeline: Pipeline, initial_model: str = "published")
         ingredients["config"].pop(_MODEL_REVISION_KEY, None)
         ingredient_names: tuple[str, ...] = _CONTENT_INGREDIENT_NAMES
         if initial_model == "base" and not _starts_from_target(pipeline, stage):
-            ingredient_names += _MODEL_INGREDIENT_NAMES
+            ingredient_names += _MODEL_INPUT_NAMES
         content_by_stage[stage.name] = {name: ingredients[name] for name in ingredient_names if name in ingredients}
     return hashlib.sha256(json.dumps(content_by_stage, sort_keys=True).encode()).hexdigest()
 

@@ -86,14 +86,14 @@ def run(stage: Stage) -> Outcome:
     report: dict[str, JsonValue] = {}
     make_model = partial(_make_meta_model, stage.model, revision, stage.recipe.train.master_dtype)
     if stage.kind.makes == "data":
-        prepare_outcome = prepare.run(stage)
-        if lost_text_message := prepare_outcome.info.get("loses_text"):
+        preparation_outcome = prepare.run(stage)
+        if lost_text_message := preparation_outcome.info.get("loses_text"):
             raise DataError(str(lost_text_message))
         split_statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
         reward_weights = metric_weights(stage.recipe.train.train_policy)
         unread_columns_clause = "only rewards can read" if reward_weights else "nothing reads"
         report_lines += _describe_rows(split_statistics, stage.recipe.policy.model_max_length, unread_columns_clause)
-        report_lines += cast(list[str], prepare_outcome.info.get("notices", []))
+        report_lines += cast(list[str], preparation_outcome.info.get("notices", []))
         splits = stage.recipe.completed_splits
         report_lines += filter(None, [check_rows(config, stage.path / "data", make_model, splits_to_complete=splits)])
         recipe, num_rows = stage.recipe, split_statistics["train"]["rows"]

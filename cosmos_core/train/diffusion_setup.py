@@ -65,7 +65,7 @@ def make_data_term(
     noise_sampler, flow_rl_config = make_noise_sampler(rows, diffusers, trainer.adapter), diffusers.flow_rl
     num_rows, seed = min(len(rows), rows_per_step(train, sampling.num_completions)), train.order_seed
 
-    def make_data_samples(step: int, prompt_ids: Sequence[int], update_index: int) -> list[FlowSample]:
+    def make_noised_samples(step: int, prompt_ids: Sequence[int], update_index: int) -> list[FlowSample]:
         if not flow_rl_config.use_rl_sigma_and_noise:
             row_positions = range(update_index * num_rows, (update_index + 1) * num_rows)
             row_numbers = rows_at_positions(seed + DATA_TERM_SEED_OFFSET, row_positions, len(rows), shuffle=True)
@@ -79,15 +79,15 @@ def make_data_term(
         noise_levels = [all_noise_levels[i] for i in noisy_steps if i in sampling.flow.trained_steps]
         # If the recipe selects no steps, train at all noise levels except the last, which is 0.
         noise_levels = (noise_levels or all_noise_levels[:-1])[: 1 if flow_rl_config.data_on_first_only else None]
-        data_samples = []
+        noised_samples = []
         for i in prompt_ids:  # the id of a prompt is also the index of its row in `rows`
             sample = noise_sampler.sample(rows[i], derive_seed(seed, step, i, DATA_TERM_SEED_OFFSET))
             noise = make_noise(sample.latents.shape, request_seed(sampling.seed, step, rows[i].row, completion_index))
-            data_samples += [replace(sample, sigma=sigma, noise=noise, weight=1.0) for sigma in noise_levels]
-        return data_samples
+            noised_samples += [replace(sample, sigma=sigma, noise=noise, weight=1.0) for sigma in noise_levels]
+        return noised_samples
 
     def make_update(step: int, prompt_ids: Sequence[int], update_index: int) -> Update:
-        samples = make_data_samples(step, prompt_ids, update_index)
+        samples = make_noised_samples(step, prompt_ids, update_index)
 
         def compute_loss(micro_batch: MicroBatch) -> Loss:
             sft_loss = flow_loss(micro_batch, len(samples))

@@ -21,7 +21,7 @@ from cosmos_core.models.hf import check_rows, load_tokenizer, model_without_weig
 from cosmos_core.models.lora import has_lora_adapter
 from cosmos_core.models.open_causal_lm import open_image_reader
 from cosmos_core.observe.logs import configure_logging
-from cosmos_core.rewards.runner import ScoreGroups
+from cosmos_core.rewards.runner import ScoreGroupsFn
 from cosmos_core.rollout.async_groups import AsyncGroupSource, prompts_by_position
 from cosmos_core.rollout.base import Engine, EngineSettings, WeightFormat
 from cosmos_core.rollout.fleet import EngineFleet
@@ -51,7 +51,7 @@ class RolloutSetup:
 
     def __init__(self, stage: Stage, trainer: Trainer, exit_stack: ExitStack) -> None:
         self._stage, self._trainer, self.exit_stack = stage, trainer, exit_stack
-        self._scorer_by_key: dict[Hashable, ScoreGroups] = {}
+        self._scorer_by_key: dict[Hashable, ScoreGroupsFn] = {}
         self._published_version = 0
 
     @cached_property
@@ -112,11 +112,11 @@ class RolloutSetup:
         self._published_version = weights_version
         return self._weight_publisher.publish(weights_version)
 
-    def make_scorer(self, rewards: RewardConfig, max_tokens: int | None = None) -> ScoreGroups:
+    def make_scorer(self, rewards: RewardConfig, max_tokens: int | None = None) -> ScoreGroupsFn:
         """Return a function that scores groups of completions by `rewards` and that all ranks call together."""
         return score_on_first_rank(self.make_local_scorer(rewards, max_tokens))
 
-    def make_local_scorer(self, rewards: RewardConfig, max_tokens: int | None = None) -> ScoreGroups:
+    def make_local_scorer(self, rewards: RewardConfig, max_tokens: int | None = None) -> ScoreGroupsFn:
         """Return a function that scores groups of completions by `rewards` on the first rank. `max_tokens`: maximum
         number of tokens of a completion; None: that of training completions."""
         max_tokens = max_tokens or self._stage.recipe.rollout.max_response_length

@@ -25,7 +25,7 @@ from cosmos_core.parallel.mesh import broadcast_object, is_first_rank, num_ranks
 from cosmos_core.rewards.base import RewardConfig, full_reward, has_full_reward, invalid_scores_error
 from cosmos_core.rewards.exchange import read_service_endpoints
 from cosmos_core.rewards.remote import RemoteRewards
-from cosmos_core.rewards.runner import RewardRunner, ScoreGroups
+from cosmos_core.rewards.runner import RewardRunner, ScoreGroupsFn
 from cosmos_core.rollout.base import Engine, generate
 from cosmos_core.rollout.groups import dataset_means, reward_means, turn_metrics
 from cosmos_core.run.files import parse_json_objects, raise_disk_full, write_text
@@ -39,7 +39,7 @@ from cosmos_core.types import Group, Prompt, Sampling, Score, ScoredGroup
 SAMPLES_FILE = "samples.jsonl"
 VALIDATION_METRIC_PREFIX = "validation/"
 _MAX_SAVED_SAMPLES = 24
-_VALIDATION_SEED_STEP = 0
+_STEP_OF_VALIDATION_SEEDS = 0
 """Value that replaces the step number in the seeds of held-out completions. All validations use the same seeds, so that
 the results of two validations differ only by the weights."""
 
@@ -147,7 +147,7 @@ class CompletionValidation:
     """Validation that generates completions of held-out prompts and scores them."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], engine: Engine, score: ScoreGroups, completion_settings: CompletionSettings,
+        self, prompts: Sequence[Prompt], engine: Engine, score: ScoreGroupsFn, completion_settings: CompletionSettings,
         workspace: Workspace,
     ) -> None:  # fmt: skip
         self._prompts = prompts
@@ -168,7 +168,7 @@ class CompletionValidation:
         for start in range(0, len(self._prompts), batch_size):
             self._workspace.progress.advance(start, len(self._prompts))
             prompt_batch = self._prompts[start : start + batch_size]
-            scored_groups += self.score(generate(self._engine, prompt_batch, self._sampling, _VALIDATION_SEED_STEP))
+            scored_groups += self.score(generate(self._engine, prompt_batch, self._sampling, _STEP_OF_VALIDATION_SEEDS))
             check_stop(self._workspace)
         self._engine.sleep(level=sleep_level)
         return self.log_metrics(step, scored_groups)
@@ -176,7 +176,7 @@ class CompletionValidation:
     @property
     def validation_requests(self) -> tuple[Sequence[Prompt], Sampling, int]:
         """Return the held-out prompts, their sampling settings, and the step number from which seeds are derived."""
-        return self._prompts, self._sampling, _VALIDATION_SEED_STEP
+        return self._prompts, self._sampling, _STEP_OF_VALIDATION_SEEDS
 
     def log_metrics(self, step: int, scored_groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Return the validation metrics of scored groups; the first rank also adds some of the groups to
@@ -242,7 +242,7 @@ def make_completion_settings(recipe: Recipe) -> CompletionSettings:
 @contextmanager
 def open_rewards(
     reward_settings: RewardSettings, rewards: RewardConfig, on_wait: Callable[[], None], max_tokens: int | None = None
-) -> Iterator[ScoreGroups]:
+) -> Iterator[ScoreGroupsFn]:
     """Open rewards in a context manager, and yield a function that scores groups of completions on the first rank only;
     see `score_on_first_rank`. Raise `RewardError` if a reward cannot be loaded, or if the environment variables name no
     reward service for remote rewards.
@@ -272,7 +272,7 @@ def open_rewards(
         yield reward_runner.score_groups
 
 
-def score_on_first_rank(score_groups: ScoreGroups) -> ScoreGroups:
+def score_on_first_rank(score_groups: ScoreGroupsFn) -> ScoreGroupsFn:
     """Return a function that scores groups on the first rank and broadcasts the scores; all ranks call it together."""
 
     def score_and_broadcast(groups: Sequence[Group]) -> list[ScoredGroup]:

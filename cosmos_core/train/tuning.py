@@ -367,8 +367,8 @@ class PeakMemory:
 
 def rows_per_update(train_config: TrainConfig) -> int:
     """Return the maximum number of rows in an optimizer step, summed over all data-parallel ranks."""
-    configured_rows = getattr(train_config.train_policy, "batch_size_per_optimize", None)
-    return min(configured_rows or train_config.train_batch_per_replica, train_config.train_batch_per_replica)
+    configured_num_rows = getattr(train_config.train_policy, "batch_size_per_optimize", None)
+    return min(configured_num_rows or train_config.train_batch_per_replica, train_config.train_batch_per_replica)
 
 
 def micro_batch_sizes(train: TrainConfig, num_dp_ranks: int) -> list[int]:

@@ -38,14 +38,14 @@ def run(stage: Stage) -> Outcome:
     conditions = list(map(parse_condition, stage.config.require))
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
     needs_record = stage.config.target and any(each.needs_published_model for each in conditions)
-    latest_record = _read_published_record(stage, metrics) if needs_record else None
+    latest_publication_record = _read_published_record(stage, metrics) if needs_record else None
     # Add metrics of stages that conditions name as `STAGE.METRIC`, since several stages may report the same metric.
     for name in {each.metric.partition(".")[0] for each in conditions if each.needs_published_model} & {*stage.inputs}:
         metrics |= {f"{name}.{key}": value for key, value in stage.inputs[name]["metrics"].items()}
     all_verdicts: list[dict[str, Any]] = []
     failure_messages: list[str] = []
     for condition in conditions:
-        published_record = latest_record and _select_stage_metrics(latest_record, condition)
+        published_record = latest_publication_record and _select_stage_metrics(latest_publication_record, condition)
         published_metrics: dict[str, float] = (published_record or {}).get("metrics", {})
         compared_metrics = None if published_record is None else published_metrics
         verdicts: list[dict[str, Any]] = []

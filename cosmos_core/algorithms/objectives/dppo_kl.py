@@ -19,8 +19,8 @@ def dppo_kl(loss_inputs: ObjectiveInputs, policy_settings: PolicySettings) -> tu
     policy) exceeds a bound: epsilon_high if the advantage is above 0 and the token's probability has risen, epsilon_low
     if the advantage is not above 0 and the probability has fallen. All other tokens are inside."""
     probability_BT, old_probability_BT = token_probabilities(loss_inputs)
-    other_log_ratio_BT = torch.log((1 - old_probability_BT + _PROB_EPSILON) / (1 - probability_BT + _PROB_EPSILON))
-    kl_BT = -old_probability_BT * loss_inputs.log_ratio_BT.detach() + (1 - old_probability_BT) * other_log_ratio_BT
+    others_log_ratio_BT = torch.log((1 - old_probability_BT + _PROB_EPSILON) / (1 - probability_BT + _PROB_EPSILON))
+    kl_BT = -old_probability_BT * loss_inputs.log_ratio_BT.detach() + (1 - old_probability_BT) * others_log_ratio_BT
     max_kl_if_less_probable, max_kl_if_more_probable = divergence_bounds(policy_settings)
     is_in_trust_region_BT = torch.where(
         loss_inputs.advantages_B1 > 0,

@@ -5,7 +5,7 @@ import tomllib
 from importlib.resources import files
 from typing import Any
 
-from cosmos_core.config.load import TomlTable, short_text
+from cosmos_core.config.load import TomlTable, shorten_value
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.train import infer_training_type
 from cosmos_core.errors import ConfigError
@@ -48,7 +48,7 @@ def with_current_keys(config_values: TomlTable, error_prefix: str, notices: list
         new_table, new_key_name = find_parent_table(config_values, new_key, should_create=True)
         current_value = new_table.get(new_key_name, old_value)
         if current_value not in (old_value, None):
-            old_text, current_text = f"{old_key} = {short_text(old_value)}", short_text(current_value)
+            old_text, current_text = f"{old_key} = {shorten_value(old_value)}", shorten_value(current_value)
             conflict_text = f"{old_text} is today's {new_key}, which says {current_text}"
             if other_old_key := old_key_by_new_key.get(new_key):
                 conflict_text = f"{other_old_key} = {current_text} and {old_text} are both today's {new_key}"
@@ -91,8 +91,8 @@ def _rename_key(config_values: TomlTable, old_key: str, new_key: str, notices: l
     if new_table.setdefault(new_key_name, old_value) == old_value:
         notices.append(f"{old_key} is today's {new_key}")
     else:
-        current_value_text = short_text(new_table[new_key_name])
-        notices.append(f"{old_key} = {short_text(old_value)} is ignored: today's {new_key} says {current_value_text}")
+        old_text, current_text = shorten_value(old_value), shorten_value(new_table[new_key_name])
+        notices.append(f"{old_key} = {old_text} is ignored: today's {new_key} says {current_text}")
 
 
 def _keep_applicable_batch_size(config_values: TomlTable, notices: list[str]) -> None:
@@ -106,7 +106,7 @@ def _keep_applicable_batch_size(config_values: TomlTable, notices: list[str]) ->
     is_rl = infer_training_type(policy_table) == "grpo" if policy_table else True
     table, name = tables_and_key_names[not is_rl]
     removed_key, kept_key = _VAL_BATCH_SIZE_KEYS[not is_rl], _VAL_BATCH_SIZE_KEYS[is_rl]
-    removed_value_text = short_text(table.pop(name))
+    removed_value_text = shorten_value(table.pop(name))
     notices.append(f"{removed_key} = {removed_value_text} is ignored: {kept_key} is that of this type of training")
 
 
@@ -119,7 +119,7 @@ def _remove_ineffective_keys(config_values: TomlTable, effect_by_key: dict[str, 
 
 
 def _ignored_key_message(key: str, ignored_value: Any, intended_effect: str) -> str:
-    return f"{key} = {short_text(ignored_value)} is ignored; it would have meant {intended_effect}"
+    return f"{key} = {shorten_value(ignored_value)} is ignored; it would have meant {intended_effect}"
 
 
 def _translate_remote_reward(config_values: TomlTable, notices: list[str]) -> None:

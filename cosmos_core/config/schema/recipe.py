@@ -202,7 +202,7 @@ class Recipe(Table):
             keyword_values["overlong"] = train_policy.overlong_reward.model_dump()
             timeout_seconds = train_policy.reward_timeout_seconds
             calls_per_group = train_policy.group_reward_calculation
-        return RewardSettings(self.reward_env, self.judge, timeout_seconds, keyword_values, calls_per_group)
+        return RewardSettings(self.reward_env_names, self.judge, timeout_seconds, keyword_values, calls_per_group)
 
     @property
     def uses_judge(self) -> bool:
@@ -211,7 +211,7 @@ class Recipe(Table):
         return "judge" in {*train_policy.rewards, *(self.validation.reward_function or train_policy.validation_rewards)}
 
     @property
-    def reward_env(self) -> tuple[str, ...]:
+    def reward_env_names(self) -> tuple[str, ...]:
         """Return the names of additional environment variables that processes of reward functions receive."""
         training_names = getattr(self.train.train_policy, "reward_env", ())
         return tuple(dict.fromkeys((*training_names, *self.validation.reward_env)))
@@ -226,7 +226,7 @@ class Recipe(Table):
     @property
     def secret_env_names(self) -> tuple[str, ...]:
         """Return the names of environment variables whose values are secret: those of rewards, and the judge's key."""
-        return (*self.reward_env, self.judge.key_env) if self.uses_judge else self.reward_env
+        return (*self.reward_env_names, self.judge.key_env) if self.uses_judge else self.reward_env_names
 
     @model_validator(mode="before")
     @classmethod

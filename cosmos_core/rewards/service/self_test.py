@@ -79,15 +79,15 @@ def _make_test_request(reward_name: str) -> bytes:
         json_fields |= _make_completion_fields(*_TEXT_REWARD_SAMPLES[reward_name])
         return encode_request(json_fields, np.zeros((2, 0), np.uint8))
     noise_image = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
-    card_and_noise_images = np.stack([np.asarray(make_word_image("HELLO")), noise_image])
+    word_and_noise_images = np.stack([np.asarray(make_word_image("HELLO")), noise_image])
     json_fields |= {"prompts": [_TEST_PROMPT] * 2, "media_type": "image"}
     if reward_name in VIDEO_REWARDS:
         json_fields |= {"media_type": "video", "video_infos": [{"video_fps": 8.0}] * 2}
-        return encode_request(json_fields, np.moveaxis(np.repeat(card_and_noise_images[:, None], 8, axis=1), -1, 1))
+        return encode_request(json_fields, np.moveaxis(np.repeat(word_and_noise_images[:, None], 8, axis=1), -1, 1))
     if reward_name == "gen_eval":
         included_objects = [{"class": "book", "count": 1}]
         json_fields |= {"geneval_tags": ["single_object"] * 2, "geneval_includes": [included_objects] * 2}
-    return encode_request(json_fields | _make_completion_fields("HELLO", "HELLO"), card_and_noise_images)
+    return encode_request(json_fields | _make_completion_fields("HELLO", "HELLO"), word_and_noise_images)
 
 
 def _make_completion_fields(completion: str, reference: str) -> dict[str, Any]:
