@@ -60,7 +60,7 @@ def find_secret_spans(text: str) -> Iterator[tuple[int, int]]:
     for match in _BASE64_WITH_SLASHES.finditer(text):  # find base64 text, such as secret keys of AWS with 40 characters
         if _has_mixed_characters(match[0]) and _mean_piece_length(match[0]) < (3.2 if len(match[0]) == 40 else 2.5):
             yield match.span()
-    # Find groups of random letters between dashes or dots.
+    # A secret can consist of random letters in groups between dashes or dots, each too short for the patterns above.
     for match in _SEPARATED_LETTER_GROUPS_PATTERN.finditer(text):
         has_long_word = re.search("[A-Z]?[a-z]{5}|[A-Z]{5}", match[0])
         if _has_mixed_characters(match[0]) and not has_long_word and _mean_piece_length(match[0]) < 1.95:

@@ -143,8 +143,8 @@ def _build_command(*command_words: str) -> list[str]:
 
 
 async def _run_cosmos(*command_words: str) -> str:
-    """Return the output of a `cosmos` command: its standard error with notes, then its standard output. Raises
-    `ToolError` with the output of the command if it failed."""
+    """Run a `cosmos` command and return its standard error, which has notes for the user, followed by its standard
+    output. Raise `ToolError` with both if the command fails."""
     command = _build_command(*command_words)
     process = await asyncio.to_thread(
         subprocess.run,

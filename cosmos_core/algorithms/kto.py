@@ -85,10 +85,10 @@ class Kto(Algorithm):
         yield Update(samples, loss)
 
     def measure(self, chunks: Iterable[Sequence[Sample]], view: TrainerView, size: int) -> dict[str, float]:
-        """Return metrics of held-out rows: the loss, in total and of each data set, and mean rewards. One estimate of
-        the KL divergence is used for all rows. `chunks` alternate between the labelled sample of a row and a sample
-        with the response of another row; both carry their reference log-probabilities. `size`: number of samples in a
-        forward pass."""
+        """Return the KTO metrics of held-out rows: the loss, in total and of each data set, and the mean implicit
+        rewards. In each chunk a row's labelled sample is followed by its prompt with the response of another row, from
+        which the KL divergence is estimated once for all rows; all samples have reference log-probabilities. `view`
+        computes log-probabilities under the policy. `size`: number of samples in a forward pass."""
         labels: list[bool] = []
         sources: list[str] = []
         logps, reference_logps, log_ratios = [], [], []

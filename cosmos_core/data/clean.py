@@ -321,8 +321,8 @@ class BenchmarkIndex:
                 "of": location, "of_text": benchmark_text[:_MAX_TEXT_CHARACTERS]}  # fmt: skip
 
     def _measure_overlap(self, turns: Sequence[list[str]], benchmark_words: list[str]) -> tuple[float, list[str]]:
-        """Return the fraction of `benchmark_words`, the words of a benchmark text, that are in common n-grams of the
-        text and a turn, and the longest common passage."""
+        """Return the fraction of `benchmark_words`, the words of a benchmark text, that are in n-grams which also occur
+        in one of the `turns`, and the longest passage of the text that consists of such n-grams."""
         ngram_size = min(self._ngram_size, len(benchmark_words))
         turn_ngrams = {tuple(turn[i : i + ngram_size]) for turn in turns for i in range(len(turn) - ngram_size + 1)}
         is_word_shared = np.zeros(len(benchmark_words) + 1, dtype=bool)

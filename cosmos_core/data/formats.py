@@ -113,8 +113,8 @@ def _parse_object(json_text: str, location: str) -> Row:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{location}: malformed JSON, {first_line(error)}") from None
     if not isinstance(json_value, dict):
-        line_rule = 'a line must be a JSON object such as {"prompt": "..."}'
-        raise DataError(f"{location}: {line_rule}, not {json_text.strip()[:40]!r}")
+        expected_line_text = 'a line must be a JSON object such as {"prompt": "..."}'
+        raise DataError(f"{location}: {expected_line_text}, not {json_text.strip()[:40]!r}")
     return json_value
 
 

@@ -130,8 +130,8 @@ class MediaPrompts(_MediaTable[Prompt]):
 def find_reference_response(metadata: Mapping[str, Any], reference_key: str) -> str:
     """Return the reference in the metadata of a prompt, with which reward functions compare samples: the value of
     `reference_key` or, if it is empty, of the first of `_REFERENCE_KEYS`. Return "" if there is none."""
-    reference_keys = (reference_key,) if reference_key else _REFERENCE_KEYS
-    return next((str(metadata[name]) for name in reference_keys if metadata.get(name) is not None), "")
+    reference_column_names = (reference_key,) if reference_key else _REFERENCE_KEYS
+    return next((str(metadata[name]) for name in reference_column_names if metadata.get(name) is not None), "")
 
 
 def open_media(folder: Path, split: str) -> MediaRows:

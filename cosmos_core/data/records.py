@@ -36,7 +36,7 @@ from cosmos_core.data.rendering import RefusedRow, Tools
 from cosmos_core.data.statistics import RowChunk, SkippedRowEntry
 from cosmos_core.data.template_limits import share_timer
 from cosmos_core.data.user_dataset import RENDERED_COLUMN
-from cosmos_core.data.visual import expand_images
+from cosmos_core.data.visual import expand_image_placeholders
 from cosmos_core.errors import DataError
 from cosmos_core.models.chat_templates import set_chat_template
 from cosmos_core.models.processor import load_processor
@@ -295,7 +295,7 @@ def make_conversation_record(
     rendering, has_merged_turns = convert_turns(
         lambda turns: find_learned_spans(processor, turns, location, tools, row_spec.stop_ids), turns_with_placeholders
     )
-    tokens = expand_images(processor, *rendering, images, location)
+    tokens = expand_image_placeholders(processor, *rendering, images, location)
     if tokens.end_of_last_image > row_spec.max_tokens:
         raise SkippedRow(location, "longer than policy.model_max_length before the end of the last image")
     ids, mask = truncate_tokens((tokens.ids, tokens.mask), row_spec.max_tokens, location)

@@ -34,7 +34,7 @@ class ImageTextTokens(NamedTuple):
     """Index after the last token of the last image; 0 if the conversation has no image."""
 
 
-def expand_images(
+def expand_image_placeholders(
     processor: ProcessorMixin, rendered_text: str, learned_spans: list[Span], images: list[Image], location: str
 ) -> ImageTextTokens:
     """Tokenise a rendered text with its images, which are in the order of their placeholders in the text; return the

@@ -122,11 +122,12 @@ class AttemptSettings:
 
 
 def run_attempt(settings: AttemptSettings) -> Result:
-    """Run one attempt of a stage to its end; return the manifest that the worker committed.
+    """Run one attempt of a stage to its end; return the manifest of its outputs, which the worker wrote last.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: the worker refused its input (exit 64).
-        Preempted: the worker was stopped and saved a checkpoint (exit 75); or the error that `get_stop_error` returned.
+        Preempted: the worker was stopped and saved a checkpoint (exit 75). The error that `settings.get_stop_error`
+            returned is raised instead if it requested the stop.
         StageFailed: the worker crashed, hung, or exceeded its timeout.
     """
     sleep_unless_stopping(0)

@@ -43,7 +43,8 @@ class FlowBatch(Batch):
 
 
 class Denoiser(ModelAdapter):
-    """Adapter of the denoiser of a diffusion pipeline, which is replicated or sharded over the mesh."""
+    """Interface of the trainer to the denoiser of a diffusion pipeline, the network that predicts the velocity. The
+    network is replicated or sharded over the device mesh."""
 
     default_outputs: RequestedOutputs = RequestedOutputs()
 

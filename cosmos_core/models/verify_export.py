@@ -88,9 +88,9 @@ def verify_export(
     """Compare the export in `folder` with the model in memory, and return a text about each passed check; raise
     StageFailed if a check fails. A model with an adapter is compared in merged form, and the adapter separately.
 
-    `dtype` is that of the exported weights; None: their own. The export must have the ids and the chat template of
-    `tokenizer`; None: not checked. `memory_bytes`: maximum memory in bytes of copies of the model; None: the free
-    memory."""
+    `dtype`: dtype to which the export cast the weights; None: each weight kept its dtype. The export must have the ids
+    and the chat template of `tokenizer`; None: not checked. `memory_bytes`: number of bytes that copies of the model
+    for this comparison may take; None: the free memory."""
     with open_interpreter_pool() as pool:
         with merge_adapter(model):
             with disable_requantization(model):

@@ -78,11 +78,11 @@ class FullTensorGatherer:
             tensors[name] = shared_memory.tensor(byte_offset, tensor_template)
             byte_offset += _round_up_to_alignment(tensor_template.nbytes)
             # Of several ranks with equal shards, the first writes its shard.
-            tensor, is_first_of_equal = self.tensors.get(name), self._owner_ranks[name] == rank_number()
+            tensor, is_first_replica = self.tensors.get(name), self._owner_ranks[name] == rank_number()
             if isinstance(tensor, DTensor):
                 placements = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
-                is_first_of_equal = all(index == 0 for index, placement in placements if placement.is_replicate())
-            if tensor is not None and is_first_of_equal:
+                is_first_replica = all(index == 0 for index, placement in placements if placement.is_replicate())
+            if tensor is not None and is_first_replica:
                 tensors[name][shard_bounds(tensor)].copy_(local_shard(tensor.detach()))
         dist.barrier()
         return tensors

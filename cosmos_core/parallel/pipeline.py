@@ -52,8 +52,8 @@ class _EmbeddingPlaceholder(OtherStageModule):
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         ids_BT, weight = hidden_BTH, self.weight
-        sine_hidden_BTH = (ids_BT.unsqueeze(-1) * torch.arange(1, weight.shape[1] + 1, device=ids_BT.device)).sin()
-        return sine_hidden_BTH.to(weight.dtype)
+        probe_hidden_BTH = (ids_BT.unsqueeze(-1) * torch.arange(1, weight.shape[1] + 1, device=ids_BT.device)).sin()
+        return probe_hidden_BTH.to(weight.dtype)
 
 
 class _RecordingPlaceholder(OtherStageModule):

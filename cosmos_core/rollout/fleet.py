@@ -243,8 +243,10 @@ class EngineFleet:
         return process_reply_pairs
 
     def _end_weight_load(self, version: int, processes: Sequence[EngineProcess], num_sent_tensors: int) -> None:
-        sync_mode = self._weight_sync_mode
-        load_options = {"loads_in_background": sync_mode != "disabled", "drains": sync_mode == "generation"}
+        load_options = {
+            "loads_in_background": self._weight_sync_mode != "disabled",
+            "drains": self._weight_sync_mode == "generation",
+        }
         try:
             for process, receipt in self._call_engine_processes(processes, "end_weight_load", version, **load_options):
                 receipt.verify(version, num_sent_tensors, "an engine")

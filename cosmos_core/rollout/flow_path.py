@@ -45,7 +45,7 @@ class SamplingPath:
     transition_means: list[Tensor]
     """Means of the transitions of recorded steps; empty if `keeps_transition_means` is False."""
     log_probs: list[Tensor]
-    """Log-probabilities of the transitions of recorded steps, each of shape B."""
+    """Log-probabilities of the transitions: a tensor of shape B for each denoising step whose latents are kept."""
     num_conditioning_B: Tensor | None = None
     """Number of conditioning frames of each sample, shape B; None: no conditioning frames."""
 

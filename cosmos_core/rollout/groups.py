@@ -144,8 +144,8 @@ class GroupFilter:
     """Names of reward metrics: a group is kept if one of them differs between its completions. If the group has none of
     these metrics, it is kept if its rewards differ."""
     max_retries: int = 0
-    """Maximum number of rounds of generation in a train step after the first round; 0: generate until the prompts
-    end."""
+    """Maximum number of further rounds of generation in a train step, each of which replaces groups that the filter
+    dropped; 0: no limit but the number of prompts."""
 
     def has_learning_signal(self, group: ScoredGroup) -> bool:
         """Return whether the valid completions of a group differ in a metric of `metrics`. If the group's rewards

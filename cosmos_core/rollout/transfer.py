@@ -107,7 +107,7 @@ class DeltaWeightTransfer:
 
     def __init__(self) -> None:
         self.buckets: dict[int, PackedBucket] = {}
-        """Buckets of weights that were sent last, by their index in a load."""
+        """Packed weights of the latest transfer to the engines, by the index of the bucket in the transfer."""
         self.up_to_date_processes: list[EngineDescription | None] = []
         """Engine processes that have loaded all of `buckets`."""
         self.num_sent_bytes = 0
@@ -120,8 +120,8 @@ class DeltaWeightTransfer:
 
 
 class DeltaWeightLink(HostWeightLink):
-    """Sender of the buckets of one weight load through host memory, which sends only the values that changed since the
-    last load."""
+    """Transfer of the policy's weights to the rollout engines through host memory, for one update of the engines: sends
+    only the values that changed since the previous update."""
 
     def __init__(self, delta_transfer: DeltaWeightTransfer, weight_load: WeightLoad) -> None:
         super().__init__(weight_load)

@@ -107,7 +107,7 @@ class ProgressWriter:
         self.phase("compile")
 
     def end_compiling(self) -> None:
-        """End the phase `compile`, and return to the phase before it."""
+        """Record that compilation has ended: the progress file shows the phase before `compile` again."""
         phase, start_time = self._phase_and_compile_start
         self._progress_record.compile_seconds += time.monotonic() - start_time
         self.phase(phase)

@@ -192,8 +192,9 @@ class CompletionValidation:
 
 
 def add_samples(samples_file: Path, step: int, groups: Sequence[ScoredGroup], *, has_rewards: bool = True) -> None:
-    """Add the first completion of each group to `samples_file`, and remove its lines of `step` and later steps. Write
-    images or videos of the groups to a folder of the step."""
+    """Replace the lines of `step` and later steps in `samples_file`, which an interrupted attempt left, by the first
+    completion of each group. Write images or videos of the groups to a folder of the step. `has_rewards`: whether the
+    groups are scored."""
     json_lines = []
     if samples_file.exists():
         saved_records = parse_json_objects(samples_file.read_text(encoding="utf-8", errors="replace").split("\n"))

@@ -37,8 +37,8 @@ def run(stage: Stage) -> Outcome:
     measured value if a condition does not hold, and `ConfigError` if no stage in `after` reported its metric."""
     conditions = list(map(parse_condition, stage.config.require))
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
-    needs_record = stage.config.target and any(each.needs_published_model for each in conditions)
-    latest_publication_record = _read_published_record(stage, metrics) if needs_record else None
+    reads_published_record = stage.config.target and any(each.needs_published_model for each in conditions)
+    latest_publication_record = _read_published_record(stage, metrics) if reads_published_record else None
     # Add metrics of stages that conditions name as `STAGE.METRIC`, since several stages may report the same metric.
     for name in {each.metric.partition(".")[0] for each in conditions if each.needs_published_model} & {*stage.inputs}:
         metrics |= {f"{name}.{key}": value for key, value in stage.inputs[name]["metrics"].items()}

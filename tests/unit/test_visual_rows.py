@@ -16,7 +16,7 @@ from cosmos_core.data.conversation import render_prompt
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.prompts import open_prompts
 from cosmos_core.data.learned_spans import find_learned_spans
-from cosmos_core.data.visual import expand_images
+from cosmos_core.data.visual import expand_image_placeholders
 from cosmos_core.errors import DataError, ModelError
 from cosmos_core.models.hf import load_config, load_tokenizer
 from cosmos_core.models.open_causal_lm import open_model
@@ -84,8 +84,10 @@ def test_rows_whose_learned_tokens_a_processor_shifts_unseen_are_refused(tmp_pat
     question: dict[str, Any] = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
     turns: list[Any] = [question, {"role": "assistant", "content": "A cat."}]
     with pytest.raises(ModelError, match="row 7: Idefics2Processor does not return where it writes the tokens of an"):
-        expand_images(processor, *find_learned_spans(processor, turns, "row 7"), [picture(1)], "row 7")
-    prompt = expand_images(processor, render_prompt(processor, turns[:1], "row 7"), [], [picture(1)], "row 7")
+        expand_image_placeholders(processor, *find_learned_spans(processor, turns, "row 7"), [picture(1)], "row 7")
+    prompt = expand_image_placeholders(
+        processor, render_prompt(processor, turns[:1], "row 7"), [], [picture(1)], "row 7"
+    )
     assert "<image><image>" in tokenizer.decode(prompt.ids), "a prompt has nothing to learn"
 
 

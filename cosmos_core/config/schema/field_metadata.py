@@ -18,7 +18,8 @@ class KeyStatus:
 
     name: StatusName
     note: str = ""
-    """Reason why the field has no effect or is not supported, or the key to use instead; empty for a used field."""
+    """Reason why a configuration key has no effect or is not supported, or the key to use instead; empty if the key has
+    its effect."""
 
 
 @dataclass(frozen=True)

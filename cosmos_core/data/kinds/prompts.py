@@ -45,7 +45,7 @@ from cosmos_core.data.records import Record, RecordSpec, check_surrogates, conve
 from cosmos_core.data.rendering import check_tools
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.data.user_dataset import RENDERED_COLUMN
-from cosmos_core.data.visual import expand_images
+from cosmos_core.data.visual import expand_image_placeholders
 from cosmos_core.types import Prompt
 
 _PREPARED_COLUMNS = ("prompt_ids", "prompt_text", "reference", "metadata")
@@ -130,7 +130,7 @@ class PromptsKind(TokenisedKind):
         if processor is None:
             ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         else:
-            tokens = expand_images(processor, text, [], images, location)
+            tokens = expand_image_placeholders(processor, text, [], images, location)
             ids, counts = tokens.ids, {"images": len(image_refs), "image_tokens": tokens.num_image_tokens}
             counts["sized_images"] = int(has_image_sizes(messages))
         if len(ids) > row_spec.max_tokens:

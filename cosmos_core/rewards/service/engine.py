@@ -74,8 +74,8 @@ class Engine:
             decoder_args = RewardArgs(reward_type="decoder", device=decode_args.device, batch_size=1)
             vae_settings = {"model_path": self.config.vae_path, "dtype": decode_args.dtype}
             start_message = {"name": "", "entry": "", "settings": vae_settings}
-            decoder_settings = ProcessSettings(start_message, decoder_args, 0.0, self.config.attempts)
-            self.decoder = RewardPool(decoder_settings, self._handle_decoded_video)
+            media_decoder_settings = ProcessSettings(start_message, decoder_args, 0.0, self.config.attempts)
+            self.decoder = RewardPool(media_decoder_settings, self._handle_decoded_video)
         pools_to_load = self.pools if self.decoder is None else {**self.pools, "decode_args": self.decoder}
         for reward_name, pool in pools_to_load.items():
             try:
