@@ -60,7 +60,7 @@ def test_every_key_has_a_row_of_all_columns() -> None:
          "later Cosmos-RL",
           "no effect: stages are processes on their own; there is no controller to find"]),
         ("pipeline.stages.timeout",
-         ["string", '`""`', "", "Time limit of one attempt, e.g. `12h`; empty: no limit.", "ours", ""]),
+         ["string", '`""`', "", "Time limit of one attempt of the stage, e.g. `12h`; empty: no limit.", "ours", ""]),
     ],
 )  # fmt: skip
 def test_a_row_says_type_default_unit_meaning_generation_and_use(key: str, cells: list[str]) -> None:
