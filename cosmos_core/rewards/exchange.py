@@ -141,6 +141,7 @@ class ServiceRequest:
     ) -> None:
         self._endpoints, self._http_client, self._replica_state = service, http_client, replicas
         self._timeout_seconds, self._deadline = timeout_seconds, time.monotonic() + timeout_seconds
+        self._last_request_error = ""
         self._replica_index, self._pinned_replica_id = -1, ""
         self._pause_seconds = _MIN_PAUSE_SECONDS
 
@@ -231,11 +232,17 @@ class ServiceRequest:
         try:
             # The timeout of httpx restarts with each received byte, so asyncio limits the whole exchange.
             async with asyncio.timeout(seconds_left):
-                return await self._http_client.post(url, timeout=min(timeout_seconds, seconds_left), **post_arguments)
+                post_options = {"timeout": min(timeout_seconds, seconds_left), **post_arguments}
+                response = await self._http_client.post(url, **post_options)
+            self._last_request_error = ""
+            return response
         except (httpx.RequestError, httpx.InvalidURL) as error:
             failure_reason = f"the reward service at {url} is not there: {type(error).__name__}: {error}".rstrip(": ")
+            self._last_request_error = failure_reason
         except TimeoutError:
-            failure_reason = f"the reward service at {url} gives no whole response within {seconds_left:.3g} s"
+            # An attempt that the deadline cut off says less than the error of the attempt before it.
+            timeout_reason = f"the reward service at {url} gives no whole response within {seconds_left:.3g} s"
+            failure_reason = self._last_request_error or timeout_reason
         if "content" in post_arguments:
             self._mark_replica_failed()
         await self._pause_before_retry(None, failure_reason)

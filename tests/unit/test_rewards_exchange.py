@@ -171,5 +171,5 @@ def test_a_response_that_drips_ends_at_the_deadline() -> None:
 )
 def test_a_response_that_is_none_is_a_missing_score_and_no_traceback(response: bytes, reason: str) -> None:
     with raw(response) as found:
-        [score] = RemoteRewards(config(), found).score(images(1))
+        [score] = RemoteRewards(config(timeout_seconds=3.0), found).score(images(1))
     assert score.value is None and reason in score.error
