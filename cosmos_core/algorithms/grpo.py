@@ -115,7 +115,6 @@ class Grpo(Algorithm):
             for group, row in zip(groups, prefix_lengths, strict=True)
         ]
         excluded_finish_reason = "length" if config.mask_truncated_completions else None
-
         advantage_rows, constant_group_fraction = advantages(
             rewards,
             algo="grpo" if config.algo == "gdpo" else config.algo,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, cast
 
+import httpx
 import numpy as np
 import pytest
 from PIL import Image
@@ -17,7 +19,7 @@ from PIL import Image
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards import exchange
-from cosmos_core.rewards.exchange import ServiceEndpoints
+from cosmos_core.rewards.exchange import MissingScoresError, ReplicaState, ServiceEndpoints, ServiceRequest
 from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.reward_model import replace_nonfinite
 from tests.unit.reward_server import Reply, Sent, reply, service, serving
@@ -173,3 +175,23 @@ def test_a_response_that_is_none_is_a_missing_score_and_no_traceback(response: b
     with raw(response) as found:
         [score] = RemoteRewards(config(timeout_seconds=3.0), found).score(images(1))
     assert score.value is None and reason in score.error
+
+
+def test_an_attempt_that_the_deadline_cuts_off_hides_no_error_before_it() -> None:
+    class Failing:
+        attempts = 0
+
+        async def post(self, *_: object, **__: object) -> None:
+            self.attempts += 1
+            if self.attempts == 1:
+                raise httpx.DecodingError("no gzip")
+            await asyncio.Event().wait()
+
+    async def post_twice() -> None:
+        client = cast(httpx.AsyncClient, Failing())
+        request = ServiceRequest(ServiceEndpoints((("http://a/", "http://b/"),)), client, 3.0, ReplicaState([0]))
+        for _ in range(2):
+            await request._post_or_pause("http://b/", 9.0)
+
+    with pytest.raises(MissingScoresError, match=r"not there: DecodingError: no gzip$"):
+        asyncio.run(post_twice())
