@@ -38,10 +38,10 @@ def find_result(run: Run, stage: StageConfig, expected_fingerprint: Fingerprint)
         assert plan_decision.result is not None and plan_decision.source is not None
         supersede_outdated_stage(path, expected_fingerprint)
         result = manifest.adopt_result(plan_decision.source, path, plan_decision.result)
-        plan.register_result(run.output_dir, path, expected_fingerprint.value)
     elif (result := plan_decision.result) is None:
         return None
     if stage_state.state not in FINISHED_STATES or plan_decision.action == "adopt":
+        plan.register_result(run.output_dir, path, expected_fingerprint.value)
         plan.save_fingerprint(path, expected_fingerprint, stage.work_pool)
         record_event(path, "reused", plan_decision.reason)
         update_state(path, state="reused", ended=time.time(), error="")

@@ -20,7 +20,6 @@ from cosmos_core.run.directory import Run, open_run, supersede_stage
 from cosmos_core.run.files import write_json
 from cosmos_core.run.fingerprint import Fingerprint
 from cosmos_core.run.manifest import RESULT_FILE, STORE_URL_KEY, Result, find_output_damage, read_result
-from cosmos_core.run.plan import register_result
 from cosmos_core.run.process import identify_machine, is_alive, read_start_time
 from cosmos_core.run.state import StageState, read_state, record_event, update_state
 from cosmos_core.upload.artifact_store import ArtifactStore, StoredCheckpoints, StoredRecord, open_stored_run
@@ -78,7 +77,6 @@ class StageSync:
         supersede_outdated_stage(self._stage_path, expected_fingerprint)
         result = stored_result | {"reused_from": f"{stored_result[STORE_URL_KEY]}/made/{expected_fingerprint.value}"}
         _write_result(self._stage_path, result)
-        register_result(self._run.output_dir, self._stage_path, expected_fingerprint.value)
         return result
 
     @contextmanager

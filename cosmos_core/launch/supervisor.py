@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 from cosmos_core.parent import adopt_orphans, kill_with_parent
 
@@ -61,9 +62,11 @@ class Supervisor:
         waitid_options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         while self.child.poll() is None:
             self._watch_pipe()
-            # Reap ended processes that the supervisor has adopted; `poll` reaps the command itself.
-            while (exit_info := os.waitid(os.P_ALL, 0, waitid_options)) and exit_info.si_pid != self.child.pid:
-                os.waitpid(exit_info.si_pid, 0)
+            # Reap ended processes that the supervisor has adopted; `poll` reaps the command itself. No child is left if
+            # a signal handler has just reaped the command: `terminate` and `send_signal` also poll it.
+            with suppress(ChildProcessError):
+                while (exit_info := os.waitid(os.P_ALL, 0, waitid_options)) and exit_info.si_pid != self.child.pid:
+                    os.waitpid(exit_info.si_pid, 0)
             if self.kill_deadline is not None and time.monotonic() > self.kill_deadline:
                 self.child.kill()
         attempt_id, exit_code = os.environ.get(ATTEMPT_VARIABLE, ""), self.child.returncode

@@ -240,9 +240,10 @@ class ServiceRequest:
             failure_reason = f"the reward service at {url} is not there: {type(error).__name__}: {error}".rstrip(": ")
             self._last_request_error = failure_reason
         except TimeoutError:
-            # An attempt that the deadline cut off says less than the error of the attempt before it.
-            timeout_reason = f"the reward service at {url} gives no whole response within {seconds_left:.3g} s"
-            failure_reason = self._last_request_error or timeout_reason
+            timeout_reason = f"gives no whole response within {seconds_left:.3g} s"
+            # Also name the error of the attempt before, because the deadline may have left this attempt little time.
+            earlier_error = f"{self._last_request_error}; then it" if self._last_request_error else ""
+            failure_reason = f"{earlier_error or f'the reward service at {url}'} {timeout_reason}"
         if "content" in post_arguments:
             self._mark_replica_failed()
         await self._pause_before_retry(None, failure_reason)

@@ -197,6 +197,23 @@ def test_what_drops_its_mark_and_its_parent_falls_to_the_supervisor_and_is_kille
     assert working_in(run.stage_path("s")) == []
 
 
+def test_a_stop_just_when_the_command_has_ended_leaves_its_exit_code(executed: None) -> None:
+    program = """
+import os
+from cosmos_core.launch.supervisor import Supervisor
+reader, writer = os.pipe()
+os.dup2(reader, 0)
+class Late(Supervisor):
+    def _watch_pipe(self):
+        os.write(writer, b"end now")
+        os.waitid(os.P_PID, self.child.pid, os.WEXITED | os.WNOWAIT)
+        self.stop()  # as the handler of SIGTERM does, which may run between any two lines
+raise SystemExit(Late(-1, 1.0).run(["sh", "-c", "head -c 7 && exit 7"], []))
+"""
+    done = subprocess.run([*make_python_command(), "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "end now", "")
+
+
 def test_temporary_files_of_a_worker_are_gone_when_it_ends_and_those_of_a_killed_one_at_the_next_command(
     tmp_path: Path,
 ) -> None:

@@ -19,7 +19,9 @@ from cosmos_core.errors import ConfigError, DataError, StageFailed
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.manifest import Result, adopt_result, commit_manifest, find_output_damage, read_result
 from cosmos_core.run.plan import decide_reuse, plan_stages
+from cosmos_core.run.state import update_state
 from cosmos_core.types import Outcome
+from tasks.reuse import find_result
 from tests.unit.run_folder import counting, counting_run, fingerprint_of, finish, load_recipe, make_inputs
 
 
@@ -280,6 +282,16 @@ def test_a_plan_compares_with_the_nearest_run_even_where_a_newer_one_differs_mor
     finish(counting_run(tmp_path, "first.arguments={crash_at = 1, refuse = 2, steps = 8}"), "first")
     reason = f"changed since run {near.id}: entry.arguments.steps 7 -> 3"
     assert planned(tmp_path, counting(tmp_path))["first"] == ("run", reason)
+
+
+def test_a_result_whose_launcher_was_killed_before_it_was_registered_is_found_by_other_runs(tmp_path: Path) -> None:
+    run = counting_run(tmp_path)
+    path = finish(run, "first")
+    shutil.rmtree(tmp_path / "outputs" / ".cosmos" / "fingerprints")
+    update_state(path, state="stopped")
+    assert planned(tmp_path, run.pipeline)["first"][0] == "run"
+    assert find_result(run, run.pipeline.stage("first"), fingerprint_of(run.pipeline, "first")) is not None
+    assert planned(tmp_path, run.pipeline)["first"] == ("adopt", f"same fingerprint as run {run.id}")
 
 
 def test_a_plan_says_that_a_stage_was_begun(tmp_path: Path) -> None:
