@@ -37,7 +37,7 @@ def advantages(
     num_tokens: Sequence[Sequence[int]] | None = None,
 ) -> tuple[list[list[float | None]], float]:
     """Return the advantage of each reward, and the fraction of groups that have two or more valid rewards, all equal.
-    Raise RewardError if the rule, the key `algo` of `ADVANTAGE_RULES`, does not support negative rewards.
+    Raise RewardError for a negative reward if the rule that `algo` selects from `ADVANTAGE_RULES` does not support it.
 
     `normalise_std`: whether the rule `grpo` divides by the standard deviation. `num_tokens`: number of trained tokens
     of each completion, its weight in REINFORCE++; None: 1 per completion."""

@@ -55,7 +55,8 @@ class Update:
 
     samples: Sequence[Any]
     loss: Callable[[MicroBatch], Loss]
-    """Function from a micro-batch to its loss, whose denominator is that of all samples of the optimizer step."""
+    """Function that returns the loss of a micro-batch. This loss is divided by the denominator of the whole optimizer
+    step, such as its number of trained tokens, so that the losses of micro-batches are summed."""
     request: OutputSpec = None
     """Model outputs that the loss needs, as an instance of the `OutputSpec` class of the model's adapter; None:
     log-probabilities for a token model, the velocity for a diffusion model."""
@@ -98,8 +99,9 @@ class TrainerView(Protocol):
 
 
 class Algorithm:
-    """Base class of algorithms, which compute the advantages of rollouts and the losses of optimizer steps. The
-    parameter class of an algorithm, an `AlgorithmConfig`, declares its other needs, such as a reference policy."""
+    """Base class of algorithms, which compute the advantages of rollouts and the losses of optimizer steps. An
+    algorithm has a class for its settings, a subclass of `AlgorithmConfig`, which declares what the trainer has to
+    provide, such as rollouts or a reference policy."""
 
     teacher: DistillationConfig | None = None
     """Settings of distillation from a teacher, whose weights `TrainerView.evaluate` calls `teacher`; None: no
@@ -126,7 +128,8 @@ class Algorithm:
         self.custom, self.sampling = custom, sampling
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
-        """Return samples to train on, and metrics, from groups of completions of the same prompt with their rewards."""
+        """Compute the advantages of completions from their rewards. Return the completions to train on as samples, and
+        metrics. Each of `groups` has the scored completions of one prompt."""
         raise AssertionError(f"{type(self).__name__} does not learn from rollouts")
 
     def updates(self, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
@@ -194,9 +197,9 @@ def _to_scalar(name: str, value: Any) -> Tensor:
 
 
 def equal_batches(num_samples: int, size: int | None) -> list[slice]:
-    """Return for each optimizer step of a train step the slice of its samples, at most `size` of `num_samples` (None:
-    one optimizer step). Sizes differ by at most 1, because otherwise a few remaining samples could get an optimizer
-    step of their own."""
+    """Divide the `num_samples` samples of a train step into its optimizer steps, and return one slice for each. A slice
+    has at most `size` samples; None: one slice has all samples. Sizes differ by at most 1, because otherwise a few
+    remaining samples could get an optimizer step of their own."""
     num_batches = -(-num_samples // (size or max(1, num_samples)))
     batch_bounds = [-(-i * num_samples // num_batches) for i in range(num_batches + 1)] if num_batches else []
     return [slice(*slice_bounds) for slice_bounds in pairwise(batch_bounds)]

@@ -54,11 +54,12 @@ def teacher_loss(
     mask_BS: Tensor,
     is_sampled_BS: Tensor,
 ) -> TeacherLoss:
-    """Return the contribution of a teacher model to the loss of a micro-batch.
+    """Return the terms that a teacher model adds to the advantages and to the loss of a micro-batch.
 
-    `policy_logprobs_BS` are the policy's log-probabilities of the sampled tokens before the train step; with `top_k`,
-    its current log-probabilities of the selected token ids, shape BSK, with gradient. The mask `mask_BS` is 1 at
-    trained tokens, `is_sampled_BS` where the policy sampled them; other tokens get no penalties of later tokens."""
+    Without `top_k`, the log-probabilities are those of the sampled tokens, and the policy's are from before the train
+    step. With `top_k`, they are those of K selected token ids per token, shape BSK, and the policy's are current, with
+    gradient. `mask_BS` is 1 at trained tokens, and `is_sampled_BS` at tokens that the policy sampled: only the
+    advantages of sampled tokens include penalties of later tokens."""
     kl_coef, discount = config.kl_penalty_coef, config.kl_discount_factor
     if not config.top_k:
         penalty_BS = apply_mask(policy_logprobs_BS.detach() - teacher_logprobs_BS, mask_BS)
@@ -143,7 +144,8 @@ def unmask_prompt(sample: Sample, num_prompt_tokens: int) -> Sample:
 
 
 def _set_top_token_ids(samples: Sequence[Sample], sample_outputs: Sequence[dict[str, Tensor]]) -> list[Sample]:
-    """Return copies of `samples` with `top_ids`: the most likely ids in `sample_outputs` at each trained token."""
+    """Return copies of `samples` with `top_ids`: the K most likely token ids at each trained token, which a model has
+    returned in `sample_outputs`."""
     return [
         replace(sample, top_ids=row["top_ids"].cpu().numpy()[sample.loss_mask[1:] == 1])
         for sample, row in zip(samples, sample_outputs, strict=True)

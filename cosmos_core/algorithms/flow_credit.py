@@ -44,12 +44,13 @@ class AdvantageSettings:
     """Settings with which the rewards of images or videos are normalized to advantages."""
 
     std_scope: Literal["batch", "group"] = "batch"
-    """Rewards whose standard deviation is used: all of the train step (`batch`) or those of each group (`group`)."""
+    """Rewards from which the standard deviation is computed that divides advantages: all rewards of the train step
+    (`batch`), or those of each group (`group`)."""
     divides_by_std: bool = True
     """Whether to divide advantages by a standard deviation; False: they are rewards minus the mean of their group."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
-    """Weights of reward functions, by metric name, whose values are each normalized before they are summed; empty: the
-    weighted sum of all reward functions is normalized."""
+    """Weights of reward functions, by their metric name: the values of each function are normalized, and the weighted
+    sum of the results is the advantage. Empty: rewards, which are weighted sums already, are normalized."""
     keeps_equal_reward_groups: bool = False
     """Whether the completions of a group whose rewards are all equal get the advantage 0; False: they get None, and are
     excluded from training."""
@@ -58,8 +59,9 @@ class AdvantageSettings:
 def diffusion_advantages(
     scores_by_group: Sequence[Sequence[Score]], advantage_settings: AdvantageSettings
 ) -> tuple[list[list[float | None]], dict[str, float]]:
-    """Return the advantage of each completion, (reward - mean of its group) / (std + 1e-4), and metrics of the rewards.
-    The advantage is None for an invalid reward and, without `keeps_equal_reward_groups`, in groups of equal rewards."""
+    """Return the advantage of each completion, and metrics of the rewards. The advantage is (reward - mean of its
+    group) / (std + 1e-4) or, with `reward_weights`, the weighted sum of this term for each reward function. It is None
+    for an invalid reward and, without `keeps_equal_reward_groups`, in groups whose advantages are all 0."""
     rewards_by_group = [[score.value for score in scores] for scores in scores_by_group]
     if advantage_settings.reward_weights:
         rows = _sum_normalised_rewards(scores_by_group, advantage_settings)
@@ -77,8 +79,8 @@ def diffusion_advantages(
 
 
 def _sum_normalised_rewards(groups: Sequence[Sequence[Score]], settings: AdvantageSettings) -> list[list[float | None]]:
-    """Return for each completion of each group the weighted sum of the values of all reward functions, after the values
-    of each function are normalized; None: no function has a value."""
+    """Return for each completion of each group the sum of the values of the reward functions, each normalized by
+    `_normalise_rewards` and weighted by `reward_weights`; None for a completion for which no function has a value."""
     rewards_by_function = []
     for name in settings.reward_weights:
         rewards = [[s.metrics.get(name) if s.value is not None else None for s in scores] for scores in groups]
@@ -93,7 +95,8 @@ def _normalise_rewards(
     rewards_by_group: Sequence[Sequence[float | None]], advantage_settings: AdvantageSettings
 ) -> list[list[float | None]]:
     """Return for each reward (reward - mean of its group) / (std + 1e-4), exactly 0 in groups of equal rewards, and
-    None for an invalid reward. The settings say which standard deviation divides, or none."""
+    None for an invalid reward. `std_scope` selects the rewards of the std; without `divides_by_std` there is no
+    divisor."""
     valid_rewards = [np.array([r for r in rewards if r is not None], dtype=np.float64) for rewards in rewards_by_group]
     all_rewards = np.concatenate([*valid_rewards, np.zeros(0)])
     normalised_rewards: list[list[float | None]] = []
@@ -127,10 +130,11 @@ def compute_diversity(scored_groups: Sequence[ScoredGroup]) -> float:
 
 
 class RewardMonitor:
-    """Monitor for reward hacking: diversity of the samples falls, or a monitored reward falls while the reward rises.
-    The rewards `monitored_rewards` are reward functions with weight 0. The baseline of each value is its mean over the
-    first `num_baseline_steps` train steps. A fall below the fraction `min_fraction` of the baseline raises the alarm,
-    the metric `watch/alarm`. A warning is logged when the alarm starts."""
+    """Monitor for reward hacking, with the metric `watch/alarm`. The metric is 1 if the diversity of the samples is
+    below `min_fraction` times its baseline. It is also 1 if the reward is above its baseline while one of
+    `monitored_rewards`, reward functions with weight 0, has fallen by the fraction 1 - `min_fraction` of its baseline.
+    A baseline is a mean over the first `num_baseline_steps` train steps. A warning is logged when the metric becomes
+    1."""
 
     def __init__(self, min_fraction: float, monitored_rewards: Sequence[str], num_baseline_steps: int = 5) -> None:
         self._min_fraction, self._num_baseline_steps = min_fraction, num_baseline_steps

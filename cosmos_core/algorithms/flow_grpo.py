@@ -40,7 +40,8 @@ class _SamplerStep:
 
     @property
     def noise_levels(self) -> tuple[float, float, float]:
-        """Return the noise levels before and after this sampler step, and the second one of the sampler's schedule."""
+        """Return three noise levels: before this sampler step, after it, and the second one in the sampler's
+        schedule."""
         sigmas, i = self.sample.sigmas, self.sample.steps[self.step_index]
         return sigmas[i], sigmas[i + 1], sigmas[1]
 

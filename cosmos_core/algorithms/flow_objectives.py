@@ -33,8 +33,8 @@ def optimality_probability(
     advantages_B: Tensor, min_advantage: float, max_advantage: float, advantage_mode: str = "all"
 ) -> Tensor:
     """Return the probability r that a sample is optimal (arXiv 2509.16117): 0.5 for an advantage of 0, 1 for
-    `max_advantage`. Before, advantages are clipped to [`min_advantage`, `max_advantage`] and transformed by the
-    function `advantage_mode` of `ADVANTAGE_TRANSFORMS`."""
+    `max_advantage`. Advantages are first clipped to [`min_advantage`, `max_advantage`], and then transformed by the
+    function that `advantage_mode` selects from `ADVANTAGE_TRANSFORMS`."""
     clipped_advantages_B = ADVANTAGE_TRANSFORMS[advantage_mode](advantages_B.clamp(min_advantage, max_advantage))
     return (clipped_advantages_B / max_advantage / 2 + 0.5).clamp(0, 1)
 
@@ -138,9 +138,9 @@ def flow_grpo_loss(
     """Return the clipped loss of a sampler step of each sample (arXiv 2505.05470), and its KL to the reference policy.
 
     The probability ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]; a negative epsilon disables its bound. With
-    `uses_grpo_guard`, the log-ratio is normalized as in GRPO-Guard (arXiv 2510.22319). The KL is mean (mu - mu_ref)^2 /
-    (2 rate^2), or mean (mu - mu_ref)^2 / 2 for steps without a density, where mu is the mean of the step.
-    """
+    `uses_grpo_guard`, the log-ratio is normalized, and the loss divided by the step size, as in GRPO-Guard (arXiv
+    2510.22319). With the mean mu and the noise rate of the step's distribution, the KL is mean (mu - mu_ref)^2 / (2
+    rate^2), or mean (mu - mu_ref)^2 / 2 if the sampler's steps have no density."""
     log_prob_B = log_prob(inputs.step_distribution, inputs.next_latents, inputs.mask)
     log_ratio_B = log_prob_B - inputs.old_log_prob_B.to(inputs.next_latents)
     if uses_grpo_guard:

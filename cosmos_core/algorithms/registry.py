@@ -74,7 +74,8 @@ def iterate_updates(algorithm: Algorithm, samples: Sequence[Any], view: TrainerV
 
 
 def make_algorithm_error(config: AlgorithmConfig, user_function: Any, problem: str) -> ConfigError:
-    """Return the error about `problem` in `user_function` of a user-defined algorithm, with its file and line."""
+    """Return the ConfigError for a `problem` of a user-defined algorithm, with the file and line of `user_function`,
+    the function of the algorithm that causes it."""
     code_object = getattr(inspect.unwrap(user_function), "__code__", None)
     source_location = f" ({code_object.co_filename}:{code_object.co_firstlineno})" if code_object else ""
     name = getattr(user_function, "__name__", "its loss")

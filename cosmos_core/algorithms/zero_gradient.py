@@ -36,8 +36,8 @@ def drop_zero_gradient_samples(
 ) -> tuple[list[Sample], list[slice], dict[str, float]]:
     """Return a list of the samples to run through the model, the slice of the list for each optimizer step, and the
     metric `ZERO_GRADIENT_METRIC`. `samples_by_step` has the samples of each optimizer step. With
-    `skips_zero_advantage`, samples with an advantage of 0 are left out of the list. Some of them are kept if fewer than
-    `MIN_COMPARED_COMPLETIONS` samples without images, or with images, would remain in an optimizer step."""
+    `skips_zero_advantage`, samples with an advantage of 0 are left out of the list, but not below
+    `MIN_COMPARED_COMPLETIONS` samples without images, and as many with images, per optimizer step."""
     selected_samples: list[Sample] = []
     batch_slices, num_zero_gradient = [], 0
     for samples in samples_by_step:

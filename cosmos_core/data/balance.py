@@ -72,7 +72,8 @@ class BalancedBatchPlan:
         num_epochs: int,
         max_steps: int,
     ) -> None:
-        """Plan at most `max_steps` steps; `epoch_order_fn(epoch)` returns the rows of an epoch in training order."""
+        """Plan the micro-batches of `num_epochs` epochs, for at most `max_steps` optimizer steps. `row_lengths`: number
+        of tokens of each row. `epoch_order_fn(epoch)` returns the row numbers of an epoch in training order."""
         self._row_lengths: list[int] = row_lengths.tolist()
         self._epoch_order_fn, self._settings = epoch_order_fn, settings
         self._micro_batches_per_step = micro_batches_per_step

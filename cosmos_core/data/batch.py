@@ -98,7 +98,7 @@ def collate_shared_prompts(
 def make_packed_attention_kwargs(boundaries: np.ndarray, prompt_indices: Sequence[int] | None = None) -> dict[str, Any]:
     """Return the boundaries of packed sequences as keyword arguments of a model: the arguments that transformers passes
     to flash attention, and `sequence_bounds` in host memory, which a layer can read without synchronising with the
-    device."""
+    device. `boundaries` and `prompt_indices` are arguments of `SequenceBounds`."""
     boundaries = np.asarray(boundaries, dtype=np.int32)
     max_length, cu_seqlens = int(np.diff(boundaries).max()), torch.from_numpy(boundaries)
     return {

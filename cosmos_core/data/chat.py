@@ -122,8 +122,8 @@ class ToolResultTokens:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, render_settings: PromptRendering, stop_ids: Sequence[int]
     ) -> None:
-        """Prepare for a tokenizer, and check that its chat template supports tool results. `stop_ids` are the ids of
-        the tokens that end an assistant turn."""
+        """Find an assistant turn with which the chat template of `tokenizer` can render tool results. Raise ModelError
+        if there is none. `stop_ids` are the ids of the tokens that end an assistant turn."""
         self._tokenizer, self._render_settings = tokenizer, render_settings
         self._end_token_ids = {str(tokenizer.decode([token])): token for token in stop_ids}
         # `all_special_tokens` has only tokens with a role, such as BOS, and often no marks of turns and images.

@@ -245,8 +245,8 @@ def find_duplicates(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the position and the match (a line of `clean.jsonl`) of each row that duplicates an earlier row: its text
     is equal, or the similarity is at least `min_similarity` (0: equal texts only). Earlier rows that are duplicates
-    themselves are not compared. `hash_keys`, shape (rows, keys), are the hash keys of the rows; only rows with an equal
-    key in a column are compared."""
+    themselves are not compared. `hash_keys`, shape (rows, keys), are the hash keys of the rows; two rows are compared
+    only if they have an equal key in the same column."""
     has_shared_key = np.zeros(hash_keys.shape, dtype=bool)
     for key_column in range(hash_keys.shape[1]):
         _, inverse_indices, key_counts = np.unique(hash_keys[:, key_column], return_inverse=True, return_counts=True)
@@ -288,9 +288,10 @@ class BenchmarkIndex:
         self._ngram_text_indices = np.frombuffer(text_indices, "I")[hash_order]
 
     def find_match(self, words_by_turn: Sequence[list[str]]) -> dict[str, Any] | None:
-        """Return the match of a row with the benchmark text of which it repeats the largest fraction; None if it
-        repeats no benchmark text. `words_by_turn` are the words of each turn of the row. In the match, `similarity` is
-        the fraction of the benchmark text's words that are in common n-grams, and `text` the longest common passage."""
+        """Compare a row, the words of each of its turns, with the benchmark texts. Return the match (a line of
+        `clean.jsonl`) with the text of which the row repeats the largest fraction; None if it repeats none. In the
+        match, `similarity` is the fraction of the benchmark text's words in n-grams that the row has too, and `text`
+        the longest passage of such n-grams."""
         words_by_turn = [remove_operators(words) for words in words_by_turn] if self._benchmark_texts else []
         ngram_hashes = [
             hash_ngrams(word_hashes, ngram_size)

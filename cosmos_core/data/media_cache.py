@@ -90,7 +90,8 @@ class MediaCache:
         return False
 
     def read_skip_reasons(self, shard_key: str) -> dict[str, str]:
-        """Return the reason for each text or image of a shard that could not be encoded, by its cache key."""
+        """Return why some texts or images of a shard could not be encoded: the reason, by the cache key of the text or
+        image."""
         shard_record = read_json(self._get_record_path(shard_key))
         return dict(shard_record.get("refused", {})) if isinstance(shard_record, dict) else {}
 

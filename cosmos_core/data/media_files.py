@@ -65,7 +65,8 @@ def _find_media(folder: Path) -> list[Path]:
 
 
 def read_media_folder(root_folder: Path) -> Iterator[MediaItem]:
-    """Yield the pairs of a media file and its caption in a folder, and in its sub-folders with images or videos."""
+    """Yield an item for each image or video with its caption in a folder, and in its sub-folders with images or
+    videos."""
     yield from _read_paired_files(root_folder)
     for folder in sorted({file.parent for file in _find_media(root_folder)} - {root_folder}):
         subfolder = f"{folder.relative_to(root_folder)}/"
@@ -161,8 +162,8 @@ def _make_file_content(path: Path | None) -> MediaContent | None:
 
 
 def find_tar_files(path: Path, split: str = "") -> list[Path]:
-    """Return the tar file `path`, or the tar files in the folder `path` whose names contain the split; all if `split`
-    is empty. Files whose names contain no held-out split are of the split `train`."""
+    """Return the tar file `path`, or the tar files in the folder `path` whose names contain the name `split`; all if
+    `split` is empty. Files whose names contain the name of no held-out split belong to the split `train`."""
     if not path.is_dir():
         return [path] if path.suffix.lower() == ".tar" else []
     tar_files = sorted(f for f in path.iterdir() if f.suffix.lower() == ".tar" and f.is_file() and f.name[0] != ".")
@@ -172,8 +173,9 @@ def find_tar_files(path: Path, split: str = "") -> list[Path]:
 
 
 def iterate_tar_items(path: Path, for_clips: bool) -> Iterator[MediaItem]:
-    """Yield the items of a webdataset shard: consecutive members whose names agree up to the first dot. A damaged file
-    raises DataError, because the number of rows after the damage, which `max_skipped_fraction` limits, is unknown."""
+    """Yield the items of the webdataset shard `path`. An item consists of consecutive members whose names agree up to
+    the first dot; with `for_clips`, its video is preferred to its images. Raise DataError for a damaged file: the
+    number of rows after the damage is unknown, so they cannot be compared with `max_skipped_fraction`."""
     members_by_suffix: dict[str, tarfile.TarInfo] = {}
     item_folder_and_stem = "", ""
     try:

@@ -145,7 +145,8 @@ def _resize_and_crop(image: Image, frame_settings: FrameSettings) -> np.ndarray:
 
 
 def _decode_clip(media_content: MediaContent, frame_settings: FrameSettings, clip_position: float) -> np.ndarray:
-    """Return the frames of a clip; the video is decoded once, up to the last of these frames."""
+    """Return the frames of the clip that `frame_settings` and, for random sampling, `clip_position` select from a
+    video. The video is decoded once, up to the last of these frames."""
     num_video_frames = _count_frames(media_content)
     if num_video_frames < frame_settings.num_frames:
         frame_requirement = f"policy.diffusers.train_frames = {frame_settings.num_frames}"

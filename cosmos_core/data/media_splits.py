@@ -34,8 +34,8 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Encoders:
-    """Text encoder and VAE of a diffusion model, which load their weights on first use, and properties of them that do
-    not require the weights."""
+    """Text encoder and VAE of a diffusion model, whose weights are loaded on first use, and properties of these
+    encoders that can be read without the weights."""
 
     model: DiffusionModel
     digest: str
@@ -43,8 +43,8 @@ class Encoders:
 
 
 class MediaItemRow(NamedTuple):
-    """Prompt, metadata and cache keys of an image or clip with its prompt. The first pass over a data set computes them
-    for the second pass, which encodes."""
+    """Prompt, metadata and cache keys of an image or clip with its prompt. A first pass over a data set computes these
+    values; a second pass encodes only what the cache lacks."""
 
     location: str
     prompt: str
@@ -131,8 +131,9 @@ def _read_full_splits(stage: Stage, encoders: Encoders) -> dict[str, MediaSplit]
 def _read_split(
     stage: Stage, encoders: Encoders, config: DatasetConfig, config_key: str, *, needs_media: bool
 ) -> MediaSplit:
-    """Read a data set once and compute the cache keys of its texts. If the algorithm learns from media, compute the
-    cache keys of media too, and leave out rows without media if `needs_media` is set."""
+    """Read a data set once; return a split with the cache keys of its texts and, if the algorithm learns from media, of
+    its media. In the latter case, items without media are left out if `needs_media` is set; otherwise they can stay in
+    the split, as prompts to complete."""
     read_items = open_media_items(config, config_key, for_clips=encoders.model.is_video)
     has_media = load_row_kind(stage.recipe.train.train_policy.rows).has_media
     frame_settings = make_frame_settings(stage.recipe, config, encoders) if has_media else None
@@ -204,7 +205,8 @@ def _replace_lone_surrogates(text: str) -> str:
 
 
 def map_in_threads(stage: Stage, item_function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Apply a function to items in a pool of threads, and yield the results in order with a bounded prefetch."""
+    """Call `item_function` with each of `items` in a pool of threads, as many as `stage` configures. Yield the results
+    in the order of the items; only a few items per thread are read in advance."""
     item_iterator = iter(items)
     num_threads = stage.recipe.train.train_policy.dataloader_num_workers or _NUM_DECODER_THREADS
     with ThreadPoolExecutor(num_threads) as pool:

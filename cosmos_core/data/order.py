@@ -60,8 +60,8 @@ class Mixture:
 
 
 def divide_in_proportion(total_size: int, weights: Sequence[float]) -> list[int]:
-    """Divide `total_size` into integers in proportion to `weights`, whose sum is `total_size`: those with the largest
-    remainders are rounded up."""
+    """Return integers whose sum is `total_size`, in proportion to `weights`: exact shares are rounded down, and those
+    with the largest remainders are rounded up."""
     exact_sizes = [total_size * weight / sum(weights) for weight in weights]
     rounded_sizes = [int(exact_size) for exact_size in exact_sizes]
     indices_by_remainder = sorted(range(len(exact_sizes)), key=lambda i: (rounded_sizes[i] - exact_sizes[i], i))
@@ -88,7 +88,7 @@ def epoch_order(seed: int, epoch: int, rows: int | Mixture, shuffle: bool) -> np
 
 def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) -> int:
     """Return the number of optimizer steps in one pass over the rows; with `drop_last` the rows that do not fill a
-    batch are left out of the epoch. Raise DataError if the rows do not fill one batch."""
+    batch are left out of the epoch. Raise DataError if this number would be 0."""
     if num_rows < (batch_size if drop_last else 1):
         remedy = "lower train.train_batch_per_replica or give more rows"
         raise DataError(f"the data set has {num_rows} rows, fewer than one batch of {batch_size}; {remedy}")

@@ -131,9 +131,9 @@ def read_labelled_conversation(
 def _select_longer_prompt(
     prompt: list[Message], shared_turns: list[Message], column: str | None, location: str
 ) -> list[Message]:
-    """Return the prompt of a preference row: `prompt`, the turns in the prompt column, or `shared_turns`, with which
-    both completions begin; the longer one, which contains the other. Shared system turns are put before a prompt
-    without system turn. Raise DataError if neither contains the other."""
+    """Return the longer prompt of a preference row, which must contain the other one: `prompt`, the turns in the prompt
+    column, or `shared_turns`, with which both completions begin. Shared system turns are put before a prompt without
+    system turn. Raise DataError if neither contains the other."""
     # Compare roles and words of turns only, because whitespace and the form of images may differ.
     prompt_words, shared_words = (
         [(turn["role"], IMAGE_MARK_REGEX.sub(" ", " ".join(get_turn_texts(turn))).split()) for turn in turns]

@@ -209,5 +209,6 @@ def preview_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int
 
 
 def make_damaged_file_error(path: Path, damage: str) -> DataError:
-    """Return the DataError to raise for the damaged prepared file `path`; `damage` is the reason for its message."""
+    """Return the DataError to raise for the damaged prepared file `path`; `damage` is the part of its message that says
+    what is wrong with the file."""
     return DataError(f"{path} is damaged ({damage}); delete it and run the prepare stage again")

@@ -40,8 +40,8 @@ def run(stage: Stage) -> Outcome:
 
 
 def _check_first_rows(dataset: RowsConfig, config_key: str, read_row: Callable[[Row, str], object]) -> None:
-    """Read the first rows of a data set, and raise DataError if too many of them cannot be used; `config_key` is the
-    name of the data set's table in the TOML, for messages."""
+    """Call `read_row(row, location)` for the first rows of a data set, and raise DataError if too many of these calls
+    raise DataError; `config_key` is the name of the data set's table in the recipe, for messages."""
     rows, max_skipped_fraction = load_rows(dataset, config_key), dataset.max_skipped_fraction
     row_errors: list[DataError] = []
     num_checked_rows = min(len(rows), _MAX_GENERATED_ROWS if reasoning_gym_generator(dataset.name) else _MAX_READ_ROWS)

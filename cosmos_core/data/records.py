@@ -70,7 +70,7 @@ class RecordSpec:
     pass_rates: Mapping[str, float | None] | None = None
     """Known pass rates of prompts, by the rendered text of the prompt; None: the rows have a column `pass_rate`."""
     pass_rate_range: str = ""
-    """Range of pass rates, as text, of the rows to keep; empty: all rows are kept."""
+    """Pass rates of the rows to keep, as text such as `0.1 <= pass_rate <= 0.9`; empty: all rows are kept."""
     is_data_term: bool = False
     """Whether the rows are those of a supervised loss (data term) that is trained in addition to rollouts."""
     max_completion_tokens: int = 0
@@ -118,8 +118,8 @@ class Record(NamedTuple):
 
 
 def convert_rows(tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, rows: list[LocatedRow]) -> RowChunk:
-    """Tokenise rows of a data set to one Arrow record batch; rows that cannot be used are left out and recorded with a
-    reason."""
+    """Tokenise rows of a data set. Return the records as one Arrow record batch, their counts for statistics, and the
+    rows that cannot be used, each with the reason."""
     records: list[Record] = []
     skipped_rows = []
     row_counts: Counter[str] = Counter()
@@ -158,8 +158,8 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, rows:
 
 
 def _is_rendered_twice(record: Record, row_spec: RecordSpec, cells: list[Any], end_tokens: Collection[str]) -> bool:
-    """Return whether a text of the row that the chat template rendered contains an end token. Such a text had already
-    been rendered by a chat template."""
+    """Return whether one of `cells`, the values of the row that were read, is text that the chat template rendered
+    although it contains one of `end_tokens`: a chat template had already rendered the text before it was stored."""
     is_plain_text = bool(record.counts.keys() & {"plain_rows", "continued_rows"})
     # Ignore the text of the reference answer, which is never rendered.
     reference_response = dict(zip(row_spec.row_kind.columns, record.values, strict=False)).get("reference")

@@ -17,8 +17,8 @@ RenderFn = Callable[[list[Message], bool], str]
 """Function that renders messages with a chat template, and with the generation prompt if its second argument is True.
 It raises TemplateError if the template fails."""
 TextBeforeCompletion = tuple[str, str]
-"""Text that the chat template writes before a completion, and the end of the generation prompt, such as `<think>`, if
-that text lacks it; the rendered completion can begin with this end."""
+"""Text that the chat template writes before a completion, and the end of the generation prompt that this text lacks,
+such as `<think>` ("" if it lacks nothing). The rendered completion can begin with the second text."""
 
 
 def find_spans_by_prefixes(render_fn: RenderFn, messages: list[Message], rendered_text: str) -> list[Span] | None:
@@ -106,8 +106,8 @@ def _split_at_words(text: str, words: list[str]) -> list[str] | None:
 def _find_texts_before_completions(
     render_fn: RenderFn, messages: list[Message], turn_indices: list[int], template_texts: list[str]
 ) -> list[TextBeforeCompletion]:
-    """Return, for each completion, the text that the chat template writes before it, up to the end of the generation
-    prompt, and the part of the generation prompt that this text lacks."""
+    """Return the `TextBeforeCompletion` of each completion, the messages at `turn_indices`. `template_texts` are the
+    texts that the chat template writes between completions."""
     first_and_last_index = turn_indices[0], turn_indices[-1]
     first_prompt, last_prompt = (_find_generation_prompt(render_fn, messages[:i]) for i in first_and_last_index)
     are_prompts_equal, preceding_texts = first_prompt == last_prompt, []
@@ -148,8 +148,10 @@ def _get_last_text(preceding_messages: list[Message]) -> str:
 def _split_at_generation_prompt(
     template_text: str, last_turn_text: str, turn_end: str, generation_prompt: str
 ) -> TextBeforeCompletion:
-    """Return `template_text` up to the end of the longest prefix of the generation prompt in it, and the rest of the
-    generation prompt, such as `<think>`, which templates leave out before a turn without reasoning."""
+    """Divide `template_text`, which the chat template writes before a completion. Return the text up to the end of the
+    longest prefix of the generation prompt in it, and the rest of the generation prompt, such as `<think>`, which
+    templates leave out before a turn without reasoning. The prefix is searched for after `last_turn_text`, the text of
+    the preceding turn, and `turn_end`, with which the template ends that turn."""
     complete_prompt_text = last_turn_text + turn_end + generation_prompt
     if complete_prompt_text in template_text:
         return template_text[: template_text.rfind(complete_prompt_text) + len(complete_prompt_text)], ""

@@ -225,12 +225,11 @@ def _verify_quantized_model(
 def _run_in_fresh_interpreter(
     stage: Stage, function: Callable[..., Any], folder: Path, *arguments: Any, progress_file: Path | None = None
 ) -> Any:
-    """Call `function` with `folder` in a separate Python process, and return the result. Raise `Preempted` if a stop
-    was requested, and `StageFailed` if the function failed.
+    """Call `function(folder, *arguments)` in a separate Python process, and return the result. Raise `Preempted` if a
+    stop was requested, and `StageFailed` if the function failed.
 
     The function must end within an hour, unless it runs another stage. For such a function, `progress_file` is the
-    folder of the other stage, whose heartbeats are forwarded to `stage`.
-    """
+    folder of the other stage, whose heartbeats are forwarded to `stage`."""
     heartbeats_at_last_check = 0
 
     def forward_heartbeat() -> None:

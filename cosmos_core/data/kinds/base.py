@@ -80,8 +80,8 @@ class PreparedRows(ABC):
         raise NotImplementedError(type(self).__name__)
 
     def micro_batches(self, row_ids: np.ndarray, max_rows: int) -> list[list[int]] | None:
-        """Divide the rows of an optimizer step into micro-batches of at most `max_rows` rows. Return None if the rows
-        have no constraint, so that the trainer divides them."""
+        """Divide the rows of an optimizer step into micro-batches of at most `max_rows` rows. Return None if any rows
+        can share a micro-batch, so that the trainer divides them."""
         return None
 
 
@@ -122,7 +122,8 @@ class RowKind(ABC):
         return self.schema_with_images.with_metadata({**self.schema.metadata, IMAGE_ROOT_KEY: str(image_root).encode()})
 
     def held_out_row_kinds(self, *, has_rewards: bool) -> dict[str, str]:
-        """Return the kind of rows of each held-out split; `has_rewards` is whether validation scores completions."""
+        """Return the name of the kind of rows of each held-out split, by the name of the split. `has_rewards`: whether
+        validation scores completions with reward functions."""
         return {VALIDATION_SPLIT: self.name}
 
     @abstractmethod

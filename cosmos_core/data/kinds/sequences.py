@@ -87,7 +87,8 @@ class SequencesKind(TokenisedKind):
     read_row_fn = staticmethod(read_conversation)
 
     def held_out_row_kinds(self, *, has_rewards: bool) -> dict[str, str]:
-        """Return the kind of each held-out split: with rewards, the rows are also prepared as prompts to complete."""
+        """Return the name of the kind of rows of each held-out split, by the name of the split. With rewards, the
+        held-out rows are prepared twice: as prompts to complete, and as sequences with a loss."""
         if not has_rewards:
             return {VALIDATION_SPLIT: self.name}
         return {VALIDATION_SPLIT: "prompts", HELD_OUT_SEQUENCES_SPLIT: self.name}
