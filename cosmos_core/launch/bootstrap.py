@@ -20,7 +20,7 @@ DEFAULT_POOLS = ("local", "cpu", "gpu")
 """Work pools for which `prefect.yaml` has deployments."""
 CRASH_AUTOMATION_NAME = "cosmos: a flow run without a heartbeat has crashed"
 HEARTBEAT_SECONDS = 30
-"""Seconds between two heartbeats of a flow run of the deployments or of `cosmos worker`; the minimum in Prefect."""
+"""Seconds between two heartbeats of a flow run that a deployment or `cosmos worker` starts; the minimum in Prefect."""
 _MAX_MISSED_HEARTBEATS = 3
 FLOW_STATE_NAMES = ("NothingNew", "StillTraining", "NotPromoted", "Declined", "Outdated", "Refused")
 """Names of the final states that the flows of this project return, in addition to Prefect's."""
@@ -153,7 +153,8 @@ def _make_crash_automation() -> Any:
 
 
 def _save_automation(prefect_client: Any, automation: Any) -> str:
-    """Create an automation, or update the automation with its name; an update does not enable or disable it."""
+    """Create an automation on the Prefect server, or update the saved automation of the same name, without enabling or
+    disabling it; return a line of text that says which was done."""
     saved_automation = next(iter(prefect_client.read_automations_by_name(automation.name)), None)
     if saved_automation is None:
         prefect_client.create_automation(automation)

@@ -32,9 +32,9 @@ _MAX_QUICK_CHECK_BYTES = 32 << 20
 
 
 def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Iterator[str]:
-    """Check each stage in turn; yield a line with the result or the reason why it cannot be checked yet, and the token
-    spans of the first `num_shown_rows` rows. Raises the first error in the input as `ConfigError`, `DataError`,
-    `ModelError` or `RewardError`, and `StageFailed` if a check crashed."""
+    """Check each stage in turn; yield a line with the result, or with the reason why the stage cannot be checked yet,
+    and lines with the first `num_shown_rows` rows, split into spans of tokens. Raises the first error in the input as
+    `ConfigError`, `DataError`, `ModelError` or `RewardError`, and `StageFailed` if a check crashed."""
     prompts_by_stage: dict[str | None, JsonValue] = {}
     chat_templates = collect_chat_templates(pipeline)
     for stage in pipeline.stages:
@@ -73,9 +73,9 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
 
 
 def check_downstream_stages(pipeline: Pipeline, data_stage_name: str, check_info: dict[str, JsonValue]) -> None:
-    """Check that the stages that read rows from a data stage can use these rows; `check_info` is the result of the
-    check of the data stage. Raises `DataError` if the rows do not fill a train step, none are held out, or a stage
-    cannot read images."""
+    """Check that the stages that read rows from the stage `data_stage_name` can use these rows; `check_info` is the
+    result of the check of that stage. Raises `DataError` if a stage needs more rows, held-out rows or other limits on
+    the size of images, or cannot read the images in the rows."""
     for stage in (each for each in pipeline.stages if referenced_stage(each.data) == data_stage_name):
         stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
         rejection_reason = check_info.get("too_few") if stage_kind.trains_model else None
@@ -127,7 +127,7 @@ def check_first_rows(pipeline: Pipeline) -> None:
 
 
 def _has_prepared_rows(pipeline: Pipeline, stage: StageConfig) -> bool:
-    """Return True if a stage without upstream stages has already run, in any run, with its present rows and
+    """Return True if a stage has no upstream stages and has already finished, in any run, with its present rows and
     settings."""
     if stage.after:
         return False
@@ -147,8 +147,9 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
     recipe: Recipe | None = None,
     prompts: JsonValue = None,
 ) -> Result:
-    """Run a check program for a stage in a worker with a temporary folder, and return its result. `prompts` holds the
-    first prompts of the rows if another stage prepares these rows. Raises the errors of `check_stages_in_worker`."""
+    """Check a stage with the program `check_program` in a worker with a temporary folder; return the result.
+    `model`, `data` and `recipe` replace those of the stage unless they are empty. `prompts` holds the first prompts of
+    the rows that another stage prepares for this stage. Raises the errors of `check_stages_in_worker`."""
     if recipe is not None:
         pipeline = replace(pipeline, recipes=pipeline.recipes | {stage.name: recipe})
     stage, recipe = download_inputs(pipeline, stage, pipeline.output_dir, lambda: None)
@@ -183,9 +184,9 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
 
 
 def _find_base_stage(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:
-    """Return the stage with whose external model `stage` can be checked before the stages run: the first stage of the
-    chain of stages through which `stage` gets its model. Return None if a stage of the chain may change the
-    architecture, or if the external model is not in one local folder."""
+    """Return the first stage of the chain of stages through which `stage` gets its model: `stage` can be checked with
+    the model from which that first stage starts. Return None if a stage of the chain may change the architecture, or if
+    the model of another stage is on S3 or has its weights outside its folder."""
     original_stage = stage
     while upstream_name := referenced_stage(stage.model):
         stage = pipeline.stage(upstream_name)

@@ -34,7 +34,8 @@ class StageCost:
     seconds: float | None
     gpus: int
     memory_fit: str
-    """Whether the peak memory fits into the GPU or host: `yes`, `no: N GiB`, or `?` if uncertain; empty: unknown."""
+    """Whether the peak memory fits into the GPU or host: `yes`, `no: N GiB` with the peak memory N, or `?` if a part of
+    the peak is unknown; empty: the peak or the memory of the machine is unknown."""
     time_source: str
     disk_bytes: int | None = None
     """Bytes that the stage leaves on disk; None: unknown."""
@@ -115,7 +116,8 @@ def render_cost_table(pipeline: Pipeline, stage_costs: Sequence[StageCost], mach
 
 
 def estimate_wall_seconds(pipeline: Pipeline, stage_costs: Sequence[StageCost]) -> float:
-    """Return the seconds of a run whose stages start as early as inputs and sweeps allow; unknown durations are 0."""
+    """Return the seconds of a run in which each stage starts when its input stages have ended and the limit of parallel
+    branches of its sweep allows; unknown durations count as 0."""
     seconds_by_stage = {cost.name: cost.seconds or 0.0 for cost in stage_costs}
     end_time_by_stage: dict[str, float] = {}
     slot_free_times_by_sweep: dict[str, list[float]] = {}

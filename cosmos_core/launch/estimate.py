@@ -51,7 +51,8 @@ def estimate_stages_in_worker(
 def render_estimate_table(
     named_estimates: Sequence[tuple[str, StageEstimate]], gpu_count_by_stage: Mapping[str, int], gpus_per_node: int
 ) -> Table:
-    """Return the estimates as a table, with notes about unknown values."""
+    """Return a table with the estimate, the GPUs and the nodes of each training stage, and notes about the values; a
+    stage that has no estimate gets `?` and the reason."""
     table_title = "per GPU in GiB, at the peak of a train step"
     estimate_table = Table("stage", "parameters", "trained", title=table_title, caption_justify="left")
     memory_columns = ("weights", "gradients", "optimizer", "activations", "peak", "rollout")
@@ -102,8 +103,8 @@ def _format_count(count: int) -> str:
 
 
 def _find_start_model(pipeline: Pipeline, stage: StageConfig, decision_by_stage: Mapping[str, StageDecision]) -> str:
-    """Return the model from which the stage starts. If it does not exist yet, return an upstream model of the same
-    architecture, or an empty string if there is none."""
+    """Return the model from which the stage starts. If that model does not exist yet, return an earlier model of
+    the chain of stages that makes it, with the same architecture, or an empty string if there is none."""
     while (upstream_name := referenced_stage(model_reference := pipeline.initial_model(stage))) is not None:
         if model_folder := _find_output_path(model_reference, "model", decision_by_stage):
             return model_folder
@@ -124,7 +125,8 @@ def _find_output_path(input_reference: str, output_key: str, decision_by_stage: 
 
 
 def _use_prepared_dataset(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, StageDecision]) -> Recipe:
-    """Return the recipe of a stage with the data set of the `prepare` stage from which it reads rows."""
+    """Return the recipe of a stage with the data sets and validation settings of the `prepare` stage whose rows the
+    stage reads."""
     recipe = pipeline.recipes[stage.name]
     prepare_stage = pipeline.stage(referenced_stage(stage.data) or stage.name)
     prepare_stage, data_recipe = download_inputs(pipeline, prepare_stage, pipeline.output_dir, lambda: None)

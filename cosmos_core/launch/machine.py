@@ -25,7 +25,7 @@ class MachineSpec:
     name: str
     """Name of the machine, as in the text "counted at 0.1 TFLOP/s on NAME"; empty if the pipeline sets the rate."""
     tflops: float
-    """Sustained rate of a training in TFLOP/s."""
+    """Rate in TFLOP/s that a training sustains on one rank."""
     memory_gib: float | None
     """Memory of a GPU, or of the host if there is no GPU, in GiB; None: unknown."""
     is_device_shared: bool = False

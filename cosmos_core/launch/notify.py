@@ -22,7 +22,8 @@ EVENT_BY_SUBJECT = {
 """Name of the event for each kind of notification: one that `tasks.events` emits, or one of Prefect for a flow run that
 may have failed before it had a run or a stage."""
 _PIPELINE_TAGS: Any = [{"prefect.resource.id": "prefect.tag.cosmos"}, {"prefect.resource.id": "prefect.tag.pipeline"}]
-"""Tags of deployments that run a whole pipeline; flow runs of one stage send no message, as a crash is retried."""
+"""Tags of the flow runs whose failure is notified: those of deployments that run a whole pipeline. Flow runs of one
+stage send no notification, because they are retried after a crash."""
 _STATE_MESSAGE_TEMPLATE = 'event.resource.name ~ ": {what}: " ~ event.payload.validated_state.message'
 _MESSAGE_TEMPLATE = (
     'event.payload.pipeline ~ ", run " ~ event.payload.run ~ (", stage " ~ event.payload.stage if event.payload.stage '

@@ -78,7 +78,8 @@ def _has_lost_launcher(run_path: Path) -> bool:
 
 
 def _correct_flow_run_states(output_dir: Path, abandoned_run_ids: set[str]) -> Iterator[str]:
-    """Correct the state of flow runs whose process has ended, and stop the process of a cancelled flow run."""
+    """Correct the state of flow runs on the Prefect server if they belong to the runs `abandoned_run_ids`, whose
+    processes have ended, and stop the process of each other flow run that was cancelled; yield a line for each."""
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
     from prefect.states import Cancelled, Crashed

@@ -226,7 +226,7 @@ class _ServerProcess:
         return self._child
 
     def _watch_server(self) -> None:
-        """Restart the server if it ends. Warn once if it cannot write: Prefect's clients retry silently for minutes."""
+        """Restart the server if it ends. Warn once if its disk is full: Prefect's clients would retry for minutes."""
         wait_seconds, next_disk_check_time, is_disk_full = _CHECK_INTERVAL_SECONDS, 0.0, False
         while not self._close_event.wait(wait_seconds):
             if time.monotonic() >= next_disk_check_time:

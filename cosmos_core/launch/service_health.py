@@ -26,7 +26,8 @@ _RESPONSE_METRIC_PATTERN = re.compile(r'^reward_responses_total\{path="([^"]+)",
 
 
 def write_health(folder: Path, environment: Mapping[str, str], num_restarts: int = 0) -> None:
-    """Write a file with the health of the reward services at the URLs in `environment`, and the number of restarts."""
+    """Write a file with the health of the reward services at the URLs in `environment`, and `num_restarts`, how often
+    the service that was started for the stage was restarted."""
     if services := fetch_service_health(environment):
         try:
             health_text = json.dumps({"services": services, "restarts": num_restarts}, indent=1)

@@ -169,7 +169,8 @@ def run_attempt(settings: AttemptSettings) -> Result:
 
 
 def max_grace_seconds(stage_path: Path, grace_seconds: float) -> float:
-    """Return the seconds between SIGTERM and SIGKILL of a worker: time for the longest step and for a checkpoint."""
+    """Return the seconds between SIGTERM and SIGKILL of a worker: the longest step so far, to
+    finish the current step, plus `grace_seconds` for a checkpoint."""
     progress = read_progress(stage_path) or ProgressRecord()
     return grace_seconds + max(progress.longest_step_seconds, read_state(stage_path).longest_step_seconds)
 
@@ -266,7 +267,8 @@ def _invoke_callback(callback: Callable[[Any], object], callback_argument: Any) 
 
 
 def _read_progress_fields(stage_path: Path) -> dict[str, Any]:
-    """Return the fields of `state.json` that tell how far a stage is, such as `step`, from its worker's last report."""
+    """Return the progress of a stage, such as `step`, as new values for fields of `state.json`; the worker of the stage
+    reported it last in `progress.json`."""
     progress = read_progress(stage_path)
     if progress is None:
         return {"renewed": time.time()}
@@ -305,7 +307,8 @@ class _LogForwarder:
         self._line_allowance, self._last_forward_time = float(_MAX_LINES_PER_SECOND), time.monotonic()
 
     def forward_lines(self, *, is_last_call: bool = False) -> None:
-        """Pass new lines to `report_line`, as the rate allows; with `is_last_call`, also an incomplete line."""
+        """Pass new lines of the log to `report_line`, and drop those beyond the allowed rate. With `is_last_call`, an
+        incomplete last line counts as a line."""
         current_time = time.monotonic()
         new_line_allowance = self._line_allowance + (current_time - self._last_forward_time) * _MAX_LINES_PER_SECOND
         self._line_allowance, self._last_forward_time = min(_MAX_LINES_PER_SECOND, new_line_allowance), current_time

@@ -50,7 +50,8 @@ def start_machine_reports(pool_name: str) -> None:
 
 
 def report_machine(prefect_client: Any, pool_name: str) -> None:
-    """Write the Prefect variable with the properties of this machine, with a synchronous Prefect client."""
+    """Save the properties of this machine in a Prefect variable, whose name contains the host and the work pool
+    `pool_name`; `prefect_client` is synchronous."""
     from prefect.client.schemas.actions import VariableCreate, VariableUpdate
     from prefect.exceptions import ObjectAlreadyExists
 
@@ -95,8 +96,8 @@ def end_lost_flow_runs(prefect_client: Any, pool_name: str, first_seen_times: di
 
 
 def max_seconds_without_process(pid: str, worker_hosts: Collection[str]) -> float:
-    """Return how many seconds a flow run may stay in the state Pending or Cancelling. `pid` is its process on one of
-    `worker_hosts`, the machines with workers; an empty `pid` means that no process was started."""
+    """Return how many seconds a flow run may stay in the state Pending or Cancelling. `pid` is the process id
+    of the flow run on one of the hosts `worker_hosts`, on which workers run; empty: no process was started."""
     if not pid:
         return _NO_PROCESS_TIMEOUT_SECONDS
     if not pid.isdigit() or set(worker_hosts) != {socket.gethostname()}:

@@ -71,7 +71,7 @@ class _StageDisplayState:
     headline_values: dict[int, float] = field(default_factory=dict)
     """Value of the headline metric (reward, loss or accuracy) by step."""
     first_step_progress: ProgressRecord | None = None
-    """First progress of the attempt with a completed step; the time per step is measured from then on."""
+    """First report of the current attempt with a completed step; the time per step is measured from this report on."""
 
 
 class ProgressDisplay:
@@ -166,8 +166,8 @@ class ProgressDisplay:
         return line_parts if eta_seconds is None else [*line_parts, f"eta {format_duration(eta_seconds)}"]
 
     def _format_step_texts(self, view: _StageDisplayState) -> list[str]:
-        """Return the texts of a printed line: the step with its metrics, unless the last line of the running stage
-        reported the same step, and the compilation time if it has increased."""
+        """Return the texts about steps for the next printed line of a stage: the step with its metrics, unless the last
+        printed line of the running stage had the same step, and the compilation time if it has increased."""
         progress, compile_text = view.progress, ""
         if progress is None:
             return []

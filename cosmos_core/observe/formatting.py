@@ -147,7 +147,8 @@ def short_metric_name(metric: str) -> str:
 
 
 def select_table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return accuracy, reward, loss and log-prob difference by short name; without them, the first three metrics."""
+    """Return the accuracy, the reward, the loss and the 95th percentile of the log-prob difference by short name; if
+    `metrics` has none of them, return the first three metrics."""
     sorted_metrics = select_key_metrics(metrics, max_count=len(metrics))
     shown_metrics: dict[str, float] = {}
     for name in _TABLE_METRIC_NAMES:

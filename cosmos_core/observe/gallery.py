@@ -157,8 +157,8 @@ def _write_video(path: Path, frames: np.ndarray) -> None:
 
 
 def _scale_cell(image_shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return height and width in pixels that each image gets in the grid of samples: small images are enlarged by a
-    whole factor, large images are shrunk."""
+    """Return height and width in pixels that each image gets in the grid of samples: small images are enlarged by an
+    integer factor, large images are shrunk."""
     height, width = max(shape[0] for shape in image_shapes), max(shape[1] for shape in image_shapes)
     scale = -(-_MIN_CELL_SIZE // width) if width < _MIN_CELL_SIZE else min(1.0, _MAX_CELL_SIZE / max(height, width))
     return round(height * scale), round(width * scale)

@@ -38,9 +38,9 @@ def make_plan_table(pipeline: Pipeline, decisions: Mapping[str, StageDecision]) 
 
 
 def describe_smallest_effects(pipeline: Pipeline) -> Iterator[str]:
-    """Yield a line of text for each gate stage with the key `confidence` and each benchmark: the smallest difference to
-    the published model that the gate detects. Gates with a user-defined publication target are left out, because user
-    code is imported only when a stage runs."""
+    """Yield, for each gate stage with the key `confidence`, a line of text for each benchmark metric of its conditions:
+    the smallest difference to the published model that the gate detects. Gates with a user-defined publication target
+    are left out, because user code is imported only when a stage runs."""
     for stage in pipeline.stages:
         conditions = [each for each in map(parse_condition, stage.require) if each.allows_for_noise]
         has_paired_comparison = conditions and stage.confidence and stage.target

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DEFAULT_PANELS = ("loss", "reward", "accuracy", "kl", "grad_norm")
-"""Families of metrics that are plotted by default, each in one panel."""
+"""Families of metrics that are plotted by default, each in one panel: `loss` has `train/loss` and `validation/loss`."""
 REPORT_PANELS = (*DEFAULT_PANELS, "reward/", "entropy", "length", "lr", "time/", "memory/")
 """Families of metrics in the report; `PREFIX/` stands for all metrics with this prefix that have no other panel."""
 _PANEL_TITLES = {"reward/": "parts of the reward"}

@@ -55,7 +55,7 @@ class GateCondition(JsonDocument):
 
     @property
     def title(self) -> str:
-        """Return the condition as text, with the metric that matched `*` and the statistics per benchmark item."""
+        """Return the condition as text, with the metric that a `*` stands for and the statistics of paired items."""
         condition_text, statistics = self.condition + (f" ({self.metric})" if self.metric else ""), self.paired or {}
         title_template = "{}: {difference:+.3g} ({low:+.3g} .. {high:+.3g}) on {items:,} items"
         title_template += ", {needed:,} needed" if statistics.get("needed") else ""
@@ -118,7 +118,7 @@ class LoggedSample(JsonDocument):
     rewards: list[float | None] = []
     """Reward of each file in `media`; None: no valid reward."""
     folder: str = ""
-    """Folder of the stage, which is added when `samples.jsonl` is read."""
+    """Directory of the stage that logged the completion; not in `samples.jsonl`, set when that file is read."""
 
 
 @dataclass(frozen=True)
@@ -361,7 +361,7 @@ def compute_busy_seconds(run: RunRecord, start_time: float) -> float:
 
 
 def render_loading_code(model: Path) -> str:
-    """Return the line of Python code that loads a model with transformers or diffusers."""
+    """Return the line of Python code that loads the model in the folder `model` with transformers or diffusers."""
     if (model / "model_index.json").is_file():
         model_index = read_json_object(model / "model_index.json")
         loading_call = f"DiffusionPipeline.from_pretrained({str(model)!r}{render_pipeline_arguments(model_index)})"

@@ -53,7 +53,7 @@ def build_report(run_path: Path, page_folder: Path | None = None) -> str:
 
 @cache
 def open_template_environment() -> Environment:
-    """Return the Jinja environment with the filters and templates of the report, which caches compiled templates."""
+    """Return a Jinja environment with the templates of the report and the filters that they use."""
     jinja_environment = Environment(
         loader=PackageLoader("cosmos_core.observe"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )

@@ -12,7 +12,7 @@ from cosmos_core.run.liveness import find_dead_holder_start_time, has_lost_launc
 from cosmos_core.run.state import ACTIVE_STATES
 
 _command_folders: dict[str, str] = {}
-"""Working directory of the user's shell, by the folder to which `change_to_run_folder` changed this process."""
+"""Working directory in which the user started this command, by the folder to which `change_to_run_folder` changed."""
 
 
 def describe_interruption(run: RunRecord) -> str:

@@ -288,7 +288,7 @@ def _median_tokens_per_second(stage: StageRecord) -> float | None:
 
 def compute_reward_bins(stage: StageRecord) -> list[dict[str, float]]:
     """Return the bins of two histograms of the logged rewards of a training, one for each half of its steps; empty if
-    fewer than two steps or rewards differ. `first` and `last` are the fractions of the rewards of each half that lie in
+    all rewards are equal or from one step. `first` and `last` are the fractions of the rewards of each half that lie in
     a bin, in percent of the largest fraction of any bin."""
     logged_rewards = [(line.step, value) for line in stage.samples for value in (line.rewards or [line.reward])]
     steps_and_rewards = [(step, value) for step, value in logged_rewards if value is not None and math.isfinite(value)]

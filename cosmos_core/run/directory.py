@@ -68,7 +68,7 @@ class RunStartInfo(JsonDocument):
     kinds: dict[str, dict[str, Any]] = {}
     """Properties of each kind of stage in the run, as `types.StageKind`, by name of the kind."""
     fixed: dict[str, Any] = {}
-    """Values in the user's config of the settings that the creation of the run replaced, such as `threads`, by key."""
+    """Original values of the settings that were replaced when the run was created, such as `threads`, by key."""
     entrypoint: str = ""
     """Import path `FILE.py:FLOW` of the Python flow that created the run; empty: a TOML file did."""
     parameters: dict[str, Any] = {}
@@ -226,8 +226,8 @@ def record_flow_run(run: Run, flow_run_id: str) -> None:
 
 
 def describe_removal(run: Run) -> str:
-    """Return a warning if a run is in the temporary folder that a process worker of Prefect removes at the end of the
-    flow run, such as after the pull step `git_clone`; empty if it is not, or if an artifact store keeps its results."""
+    """Return a warning if a run is below the temporary folder in which a process worker of Prefect starts a flow run
+    and which it removes at the end; empty for a run in another folder, or if an artifact store keeps its results."""
     if run.pipeline.config.artifact_store or not any(map(_WORKER_FOLDER_PATTERN.fullmatch, run.path.parts)):
         return ""
     return f"the worker removes {run.path} at the end of this flow run; set output_dir to an absolute path to keep it"
@@ -356,7 +356,7 @@ def write_run_list(output_dir: Path) -> None:
 
 
 def find_differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
-    """Return the keys in which this pipeline differs from the pipeline that an existing run was created from; raise
+    """Return the keys in which `pipeline` differs from the pipeline from which an existing run was created; raise
     ConfigError if `run.json` is damaged, because the original settings are then unknown."""
     start_info = read_start_info(run_path)
     if start_info is None:

@@ -252,7 +252,8 @@ def parse_step(name: str) -> int:
 
 
 def remove_temporary_files(folder: Path, is_on_other_machine: Callable[[Path], bool] = lambda path: False) -> None:
-    """Remove the temporary files below a folder whose writers were killed, except those of other machines."""
+    """Remove each temporary file or folder below `folder` if the process that wrote it has ended, unless
+    `is_on_other_machine` returns True for its path."""
     for path in folder.rglob(".*.tmp"):
         writer_pid_match = _WRITER_PID_PATTERN.search(path.name)
         with suppress(FileNotFoundError):  # a writer on another machine may have renamed the file

@@ -95,7 +95,7 @@ def _describe_input_changes(old_inputs: Sequence[InputEntry], new_inputs: Sequen
 def compute_fingerprint(
     pipeline: Pipeline, stage: StageConfig, stage_kind: StageKind, input_digests: Mapping[str, str], cache: DigestCache
 ) -> Fingerprint:
-    """Return the fingerprint of one stage; `input_digests` maps each stage in `after` to the digest of its result.
+    """Return the fingerprint of one stage; `input_digests` has the digests of the results of its input stages by name.
     Raises `ModelError`, `DataError` or `ConfigError` if a local model, a data folder or user code is missing."""
     recipe, inputs = pipeline.recipes[stage.name], pipeline.inputs(stage)
     is_key_read = make_read_key_predicate(pipeline, stage)
@@ -263,7 +263,7 @@ def count_worker_threads(pipeline: Pipeline) -> int:
 
 def collect_stage_machine_properties(pipeline: Pipeline, *, has_several_ranks: bool = False) -> MachineProperties:
     """Return the properties of the machine that runs the stages, with the versions of the libraries
-    `RECORDED_LIBRARIES`."""
+    `RECORDED_LIBRARIES`; with `has_several_ranks`, of a machine of the Ray cluster if `RAY_ADDRESS` is set."""
     return measure_worker_machine(RECORDED_LIBRARIES, pipeline.config.python, may_use_ray=has_several_ranks)
 
 

@@ -178,8 +178,8 @@ def _list_dataset_names(pipeline: Pipeline, stage: StageConfig) -> list[str]:
 
 
 def find_stage_path(path: Path) -> Path:
-    """Return the stage directory that contains a path or, for the path of a run, the directory of its last stage with a
-    model. Raise ConfigError if the path belongs to no run."""
+    """Return the directory of a stage: the one that contains `path`, the one from which the model in `path` was
+    published or, if `path` is a run, its last stage with a model. Raise ConfigError if there is no such stage."""
     path = path.resolve()
     publication_record = read_json_object(path / PUBLICATION_RECORD_FILE)
     if "stage" in publication_record:

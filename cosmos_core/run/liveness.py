@@ -125,8 +125,8 @@ def has_flow_completed(run_path: Path) -> bool:
 
 
 def derive_flow_outcome(run_path: Path) -> Literal["done", "failed", "stopped", "running", "died"]:
-    """Return the outcome of a run whose stages are finished. It is `done` unless the run belongs to a Python flow: the
-    flow's own code may still run after the last stage, may have failed or been stopped, or its process has died."""
+    """Return the outcome of a run whose stages are finished: `done`, unless the code of its Python flow still runs
+    (`running`), was killed (`died`), has failed or was stopped."""
     match _read_flow_state(run_path):
         case "failed" | "stopped" as flow_state:
             return flow_state

@@ -114,8 +114,8 @@ def plan_stages(
 
 
 def save_fingerprint(stage_path: Path, fingerprint: Fingerprint, work_pool: str = "") -> None:
-    """Save the values that a fingerprint covers, by which a later run can tell what changed, and the stage's work
-    pool."""
+    """Save the fingerprint of a stage with the hashed values, so that a later run can tell what changed, and the work
+    pool of the stage."""
     saved_values = asdict(fingerprint) | {"of_training": fingerprint.training_hash}
     write_json(stage_path / FINGERPRINT_FILE, saved_values | ({"work_pool": work_pool} if work_pool else {}))
 
@@ -147,8 +147,8 @@ def explain_rerun(run: Run, stage: StageConfig, current_fingerprint: Fingerprint
 def find_pool_fingerprints(
     output_dir: Path, pipeline: Pipeline, stage: StageConfig, local_fingerprint: Fingerprint
 ) -> list[Fingerprint]:
-    """Return the fingerprints, newest first, that machines of the stage's work pool computed in runs of this pipeline
-    and that differ from the fingerprint on this machine, `local_fingerprint`, only in properties of the machine."""
+    """Return the fingerprints of `stage`, newest first, that machines of its work pool saved in runs of this pipeline,
+    if they are equal to `local_fingerprint`, that of this machine, apart from properties of the machine."""
 
     def drop_machine_properties(ingredients: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in ingredients.items() if name not in _MACHINE_PROPERTIES}
@@ -173,7 +173,8 @@ def _parse_fingerprint(saved_fields: Any) -> Fingerprint | None:
 
 
 def _read_saved_fingerprints(output_dir: Path, pipeline_name: str, stage: str) -> dict[str, tuple[Fingerprint, str]]:
-    """Return a stage's fingerprints in the newest runs of a pipeline with their work pools, by run id, newest first."""
+    """Return the fingerprint and the work pool of a stage in each of the newest runs of a pipeline that ran the stage,
+    by run id, newest first."""
     run_entries = read_json(output_dir / RUNS_FILE)
     fingerprints: dict[str, tuple[Fingerprint, str]] = {}
     for run in reversed(run_entries if isinstance(run_entries, list) else []):

@@ -66,7 +66,7 @@ class StageState(Launcher):
     mark: str = ""
     """Value of the environment variable that marks every process of the attempt."""
     renewed: UnixSeconds | None = None
-    """Time at which the launcher last confirmed, every two seconds, that it follows the attempt: a lease."""
+    """Time at which the launcher last renewed its lease on the attempt, as it does every two seconds while it runs."""
     heartbeat: UnixSeconds | None = None
     """Time of the last heartbeat of the worker; this and the following fields are from its last progress report."""
     phase: str = ""

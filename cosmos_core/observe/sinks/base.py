@@ -85,7 +85,7 @@ def import_user_sinks(sink_names: Iterable[str]) -> None:
 @contextmanager
 def send_to_sinks(stage: Stage, find_sink_opener: Callable[[str], SinkOpener] = find_sink_class) -> Iterator[None]:
     """Send the metrics that a stage logs during a `with` block to the metric sinks of its recipe. Each sink is opened
-    with the first metric, so that a stage without metrics creates no empty run in a service."""
+    when the first metric is logged, so that a stage without metrics creates no empty run in a service."""
     sink_names = dict.fromkeys(name for name in stage.recipe.logging.logger if name != CONSOLE_SINK)
     sink_threads = [_SinkThread(name, find_sink_opener, stage) for name in sink_names]
     stage.metrics.line_callbacks += [sink_thread.enqueue for sink_thread in sink_threads]
@@ -124,7 +124,8 @@ class _SinkThread:
             self._line_queue.put(line)
 
     def signal_end_of_metrics(self, exit_code: int) -> None:
-        """Signal to the thread of the metric sink that no further line of metrics follows."""
+        """Signal to the thread of the metric sink that no line of metrics follows; the thread then closes the sink with
+        `exit_code`."""
         self._exit_code = exit_code
         self._line_queue.put(None)
 

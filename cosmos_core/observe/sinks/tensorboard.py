@@ -7,7 +7,8 @@ from cosmos_core.run.stage import Stage
 
 
 class TensorboardSink:
-    """Metric sink for TensorBoard; its first event makes readers discard earlier events from step `first_step` on."""
+    """Metric sink for TensorBoard. The first event that it writes makes TensorBoard ignore the events of earlier
+    attempts for step `first_step` and later steps."""
 
     package = "tensorboard"
 
