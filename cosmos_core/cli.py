@@ -233,7 +233,7 @@ def check(
         int, typer.Option("--show", min=0, max=5, help="Number of rows to print, with learned parts marked.")
     ] = 0,
 ) -> None:
-    """Check a pipeline before it reserves GPUs: the schema, then models, tokenizers, rows and rewards in a worker."""
+    """Check a pipeline before it reserves GPUs: the schema, then, in a worker, models, tokenizers, rows and rewards."""
     if entrypoint := cli_flow.find_entrypoint(configs, is_toml_required=False):
         raise ConfigError(f"{entrypoint} is a flow in Python, which checks a stage when it calls it; use cosmos plan")
     pipeline = _compose_pipeline(configs, overrides)
@@ -333,7 +333,7 @@ def _exit_with_message(message: str, exit_code: int) -> None:
 
 
 def _compose_pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
-    """Return the composed pipeline; print notes on standard error about settings that are ignored or changed."""
+    """Return the pipeline of TOML files and overrides; print notes about ignored or changed settings to stderr."""
     from cosmos_core.config.capabilities import unique_notices
     from cosmos_core.config.compose import load_pipeline
     from cosmos_core.config.mesh import resolve_gpu_settings
@@ -346,7 +346,8 @@ def _compose_pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
 
 
 def _check_pipeline(pipeline: Pipeline, *, allows_unsupported_settings: bool = False) -> Path:
-    """Check a pipeline; return its folder of runs. `allows_unsupported_settings`: print the error, do not raise it."""
+    """Check settings, inputs, publication targets and artifact store; return the folder of runs, created if missing.
+    `allows_unsupported_settings`: print an error about unsupported settings instead of raising it."""
     from cosmos_core.config.capabilities import check_capabilities
     from cosmos_core.config.mesh import check_meshes
     from cosmos_core.run.directory import create_writable_folder
@@ -377,8 +378,8 @@ def _open_run(run_name: str, output_dir: Path) -> Run:
 
 
 def _require_unclaimed_run(run: Run) -> Run:
-    """Check that no other process executes a run and that a person has approved its publication if that is required;
-    return the run. The claim is released: the flow claims the run again when it starts."""
+    """Return `run`; raise `ConfigError` if another process executes the run, or if its publication needs an approval
+    that is missing. The lock on the run is only tested: the flow acquires the lock when it starts."""
     from cosmos_core.run import directory, liveness
 
     liveness.check_approval(run.path)

@@ -1,4 +1,5 @@
-"""`cosmos run FILE.py:FLOW` with its resume and plan: run a Python flow that calls the tasks of the package `tasks`."""
+"""Commands `cosmos run`, `resume` and `plan` for a Python flow `FILE.py:FLOW`, which calls the tasks of the package
+`tasks`."""
 
 from __future__ import annotations
 

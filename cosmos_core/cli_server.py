@@ -134,7 +134,7 @@ def clean(
 ) -> None:
     """List the runs that can be removed; with --yes, remove them. Running and published runs, and runs that a kept run
     refers to, are never removed. From an artifact store, content is removed that no kept run needs and that is older
-    than a day; runs that have not published yet are kept for a week."""
+    than a day; a run that has not published its models yet is kept for a week."""
     from cosmos_core.config.schema.pipeline import duration_in_seconds
     from cosmos_core.errors import ConfigError
     from cosmos_core.launch import clean as retention

@@ -74,7 +74,8 @@ def grpo(  # noqa: PLR0913 - the options of a command
 
 
 def _check_rewards(rewards: Sequence[str]) -> str:
-    """Return the names of rewards, separated by commas; raise ConfigError if a name is no reward."""
+    """Return the names of rewards in the values of the option `--reward`, separated by commas; raise ConfigError if a
+    name is neither a built-in reward nor an import path of an existing function."""
     from cosmos_core.registry import is_user_code, list_defined_names, locate_code, suggest_names
 
     known_names = list_defined_names("cosmos_core.rewards")
@@ -207,7 +208,8 @@ def _resolve_model(model_name: str, output_dir: Path) -> str:
 
 
 def _find_system_prompt(model_folder: str) -> str:
-    """Return the system prompt of the training that made the model in a folder of a run; empty if there is none."""
+    """Return the system prompt of the training that made the model in `model_folder`, a folder inside a run; empty if
+    the folder is outside of any run, or if the training had no system prompt."""
     from cosmos_core.config.inputs import referenced_stage
     from cosmos_core.run.directory import open_run
     from tasks.kinds import all_kinds

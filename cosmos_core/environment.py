@@ -140,7 +140,9 @@ def mask_error_message(error: BaseException) -> None:
 
 
 def find_secrets(settings: Any, keys: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield each string in nested settings whose key, or a key above it, is the name of a secret, such as `api_key`."""
+    """Yield each string in nested settings that has the name of a secret, such as `api_key`, as its key or as the key
+    of a table that contains the string. `keys`: keys that lead to `settings`. Plain words and paths are left out, see
+    `_is_secret_setting`."""
     if isinstance(settings, Mapping):
         for key, nested_settings in settings.items():
             yield from find_secrets(nested_settings, (*keys, str(key)))
@@ -152,9 +154,10 @@ def find_secrets(settings: Any, keys: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def mask_named_secrets(parameters: Any, keys: tuple[str, ...] = ()) -> Any:
-    """Return parameters of a flow with `***` for each string that looks like a secret, or whose key, or a key above it,
-    names a credential. Names such as "sort_key", "key" and "stop_tokens" name no credential. "keys" and "tokens" name
-    one only for a word with a digit in a table below them, as in `keys = {"openai": "k1-22"}`."""
+    """Return parameters of a flow with `***` in place of each string that looks like a secret, and of each string below
+    a key that names a credential. `keys`: keys that lead to `parameters`. Names such as "sort_key", "key" and
+    "stop_tokens" name no credential. "keys" and "tokens" name one only if the string is a word with a digit in a table
+    below them, as in `keys = {"openai": "k1-22"}`."""
     if isinstance(parameters, Mapping):
         return {key: mask_named_secrets(value, (*keys, str(key))) for key, value in parameters.items()}
     if isinstance(parameters, list | tuple):

@@ -28,7 +28,7 @@ _SERVER_INSTRUCTIONS = """Operate post-training pipelines. Recipes are TOML file
 
 
 class Confirmation(BaseModel):
-    """Form that a person fills in before a run starts."""
+    """Form, shown by the client of the MCP server, in which a person confirms the start of a run."""
 
     start: bool = Field(description="Start the run on this machine")
 
@@ -113,8 +113,9 @@ async def _ask_to_resume_run(run: str) -> Elicit[Confirmation]:
 
 
 async def _run_if_confirmed(response: ElicitationResult[Confirmation], *command_words: str) -> str:
-    """Start a `cosmos` command that a person has confirmed, and return its first output: wait until a stage runs, but
-    at most two minutes. Raises `ToolError` with the output of the command if it failed."""
+    """Start a `cosmos` command in the background if `response` confirms it. Return the output up to the start of the
+    first stage, or of the first two minutes if no stage starts earlier. Raises `ToolError` with the output if the
+    command failed."""
     if response.action != "accept" or not response.data.start:
         return "not started: the user declined"
     with tempfile.NamedTemporaryFile(prefix="cosmos-mcp-", suffix=".log", delete=False) as log_file:

@@ -177,8 +177,8 @@ def derive_exit_code(run: Run) -> int:
 
 
 def _print_failures(run: Run, exit_code: int) -> None:
-    """Write to standard error which stages failed and, if resuming with the same settings can help, the command for
-    it."""
+    """Write to standard error which stages failed, and the command that resumes the run if a resume with the same
+    settings can help."""
     for stage in run.pipeline.stages:
         stage_state = read_state(run.stage_path(stage.name))
         if stage_state.state == "failed":

@@ -134,9 +134,9 @@ def _check_can_be_suspended() -> None:
 def _find_idle_state(
     pipeline: Pipeline, digest: str, flow_run_state: RetrainState | None, last_state: RetrainState | None, approve: bool
 ) -> State[Any] | None:
-    """Return the final state of a flow run that has nothing to do; None if it has to train or to publish. It has
-    nothing to do if the same data and settings were trained already, if that run waits for an approval, or, for a flow
-    run that was resumed, if a model of newer data was published since."""
+    """Return the final state of a flow run that has nothing to do; None if it has to train or to publish. There is
+    nothing to do in three cases: the same data and settings were trained already, a model of them waits for an
+    approval, or this flow run was resumed and a model of newer data was published meanwhile."""
     if last_state is None:
         return None
     if last_state.digest == digest and last_state.outcome:
@@ -248,9 +248,9 @@ def _list_stages_to_run(run: Run, stage_names: list[str]) -> list[str]:
 
 
 def make_start_overrides(pipeline: Pipeline) -> list[str]:
-    """Return overrides with which the first trainings of each published model start from its published version. Return
-    an empty list if no model was published yet, or the target has no method `where`. If several stages publish the
-    model of a training, the last of them counts."""
+    """Return overrides with which the first trainings of each published model (see `_find_first_trainings`) start from
+    the published version instead of a base model. Return an empty list if no model was published yet, or the target has
+    no method `where`. If several stages publish the model of a training, the version of the last stage is used."""
     publishing_stages = list_publishing_stages(pipeline)
     loadable_stages = [
         stage

@@ -233,7 +233,8 @@ class PythonFlowState:
         return True
 
     def _find_earlier_run(self, call: StageCall, source_file: Path) -> Run | None:
-        """Return the run that an earlier execution of this flow created in the same output folder; None: no run."""
+        """Return the run that an earlier execution of this flow created in the same output folder; None: no run. Raise
+        `ConfigError` if this run has other settings, or was made from a TOML file."""
         pipeline = self._compose_pipeline(None, call, source_file)
         run_path = create_writable_folder(pipeline.output_dir) / self.run_id
         if not (run_path / "pipeline.toml").is_file():

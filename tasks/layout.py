@@ -29,14 +29,15 @@ from cosmos_core.run.state import RERUN_EVENT, record_event
 logger = logging.getLogger(__name__)
 
 _SOURCE_KIND_BY_ROLE: dict[str, Literal["model", "data"]] = {"model": "model", "teacher": "model", "data": "data"}
-"""Kind of the external source, model or data, that a manifest records for an input, by the role of the input."""
+"""Kind, `model` or `data`, under which a manifest records an input from outside of the run, by the role of the
+input."""
 
 
 def read_upstream_results(run: Run, stage: StageConfig) -> dict[str, Result]:
-    """Return the manifests of the stages in `after` by stage name, each with the key `path`, the folder of its stage,
-    added. If `stage` exports a checkpoint of a training, or passes metrics on as a gate does, the metrics in the
-    manifest of the training are those of the exported checkpoint. Raises `StageFailed` if a stage in `after` has no
-    result."""
+    """Return the manifests of the stages in `after` by stage name; to each manifest, the folder of its stage is added
+    under the key `path`. If `stage` exports a checkpoint of a training, or passes metrics on as a gate does, the
+    metrics in the manifest of the training are those of the exported checkpoint. Raises `StageFailed` if a stage in
+    `after` has no result."""
     upstream_results = {}
     reads_checkpoint_metrics = run.pipeline.stage_kind(stage).forwards_metrics or stage.checkpoint
     for name in stage.after:
@@ -51,9 +52,9 @@ def read_upstream_results(run: Run, stage: StageConfig) -> dict[str, Result]:
 
 def _find_exported_checkpoint(pipeline: Pipeline, reading_stage: StageConfig, name: str) -> str:
     """Return the checkpoint of the training `name`, `best` or a step, from which the model of `reading_stage` descends;
-    empty for the final model. If `reading_stage` has no model, as a gate, the models of the uploads that depend on it
-    are used. Without such uploads, as in a Python flow before its upload, the exports in `after` are used, or else all
-    exports."""
+    empty for the final model or several checkpoints. If `reading_stage` has no model, as a gate, the models of the
+    uploads that depend on it are used. Without such uploads, as in a Python flow before its upload, the exports in
+    `after` are used, or else all exports."""
     dependent_names = pipeline.stage_and_dependents(reading_stage.name)
     upload_stages = [each for each in pipeline.stages if pipeline.stage_kind(each).makes == "publication"]
     dependent_uploads = [each for each in upload_stages if each.name in dependent_names]
@@ -90,8 +91,9 @@ def _collect_model_ancestors(pipeline: Pipeline, stages: list[StageConfig]) -> s
 
 def _read_checkpoint_metrics(path: Path, result: Result, checkpoint: str) -> Result:
     """Return `metrics` and `hint` to put into the result of the training in `path`: the metrics of a checkpoint, `best`
-    or a step, instead of those of the last step. Validation metrics of other steps are left out. The hint is added to
-    an error about a missing metric; it is empty unless `metrics.jsonl` is missing on this machine."""
+    or a step, instead of those of the last step; empty if the checkpoint is of the last step. Validation metrics of
+    other steps are left out. The hint is added to an error about a missing metric; it is empty unless `metrics.jsonl`
+    is missing on this machine."""
     best_step = result["info"].get("best") or {}
     step = best_step.get("step") if checkpoint == "best" else int(checkpoint)
     if step == result["info"].get("step"):

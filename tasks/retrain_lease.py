@@ -77,8 +77,8 @@ class RetrainLease:
 
     def _has_expired(self, prefect_client: SyncPrefectClient, holder_record: Any) -> bool:
         """Return True if this flow run can take the lease from its holder: the holder has ended, is an earlier attempt
-        of this flow run, or needs the file lock that this process holds. Each folder of runs has file locks of its
-        own."""
+        of this flow run, or used the same lock file, which only this process now has locked. Each folder of runs has
+        its own lock files."""
         has_same_lock_file = all(holder_record.get(key) == self._variable_value[key] for key in ("machine", "lock"))
         if holder_record["flow_run"] == self._variable_value["flow_run"] or has_same_lock_file:
             return True

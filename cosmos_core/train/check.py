@@ -136,8 +136,9 @@ def _make_meta_model(model: str, revision: str | None, dtype: str) -> PreTrained
 def _check_row_counts(
     train: TrainConfig, group_size: int, num_rows: int, statistics_by_split: Mapping[str, Any], report_lines: list[str]
 ) -> dict[str, JsonValue]:
-    """Append a message about unused rows to `report_lines`. Return messages about missing rows, by their key in the
-    report; they are errors only if a later stage trains or validates on the rows."""
+    """Append a message to `report_lines` if an epoch leaves rows unused. Return a message under the key `no_held_out`
+    if no row is held out, and under `too_few` if the rows fill no train step; these are errors only if a later stage
+    trains or validates on the rows."""
     row_errors: dict[str, JsonValue] = {}
     if "validation" not in statistics_by_split:
         row_errors["no_held_out"] = f"no row is held out; {HELD_OUT_REMEDY}"
@@ -187,8 +188,8 @@ def _check_parallelism(model: PreTrainedModel, parallelism: ParallelismConfig) -
 
 
 def check_teacher_parallelism(model_name: str, revision: str | None, dtype: str, mesh: ParallelismConfig) -> None:
-    """If the mesh of a training has several ranks, check that the layers of the teacher model can be split over
-    them."""
+    """Check that a mesh of several ranks can split the layers of a teacher model by its parallelism settings. A mesh of
+    one rank needs no check."""
     if mesh.world_size > 1:
         with name_teacher_in_errors():
             _check_parallelism(_make_model_without_weights(model_name, revision, dtype, mesh), mesh)
@@ -285,8 +286,8 @@ def _check_reward_service(service_config_file: str, reward_names: list[str]) -> 
 
 
 def _group_splits_by_rewards(stage: StageContext) -> list[tuple[RewardConfig, list[str]]]:
-    """Return each different setting of rewards (local functions or a service) of a stage, with the names of the splits
-    whose completions it scores."""
+    """Return the distinct rewards of a stage, local functions or a service, each with the names of the splits (`train`,
+    `validation`) whose completions are scored by them."""
     rewards_and_splits = [(stage.recipe.training_rewards, "train")] if stage.kind.completes_prompts else []
     rewards_and_splits += [(stage.recipe.held_out_rewards, "validation")] if stage.measures_held_out_rows else []
     rewards_and_splits_by_key: dict[str, tuple[RewardConfig, list[str]]] = {}

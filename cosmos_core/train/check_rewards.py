@@ -56,7 +56,7 @@ def call_rewards(
     send_heartbeat: Callable[[], None],
 ) -> str:
     """Call rewards on made-up completions. Return the names of the rewards, with messages about completions without a
-    score. `send_heartbeat` is called during waits."""
+    score; raise `RewardError` if a reward fails on all completions. `send_heartbeat` is called during waits."""
     unit_weights: dict[str, float] = dict.fromkeys(rewards, 1.0)
     if isinstance(rewards, RewardWeightsBySource):
         unit_weights = RewardWeightsBySource(
@@ -72,7 +72,8 @@ def call_rewards(
 
 
 def _describe_missing_scores(reward: str, metric_name: str, scored_groups: Sequence[ScoredGroup]) -> str:
-    """Return a message if a reward did not score all made-up completions, else an empty string."""
+    """Return a message if a reward did not score all made-up completions, else an empty string. Raise `RewardError` if
+    the reward failed on all of them."""
     scores = [score for group in scored_groups for score in group.scores]
     scores_without_metric = [score for score in scores if metric_name not in score.metrics]
     first_error = next((score.error for score in scores_without_metric if f"{metric_name}: " in score.error), "")
@@ -89,8 +90,8 @@ def _describe_missing_scores(reward: str, metric_name: str, scored_groups: Seque
 
 
 def read_checked_prompts(stage_folder: Path, data_folder: Path | None) -> dict[str, Any]:
-    """Return the first prompts of each split, by split name: those that the check of another stage has written to
-    `stage_folder` or, if there are none, those of the prepared rows in `data_folder`."""
+    """Return the first prompts of each split, by split name. They are read from the file in `stage_folder` that the
+    check of an earlier stage has written or, without this file, from the prepared rows in `data_folder`."""
     if (prompts_file := stage_folder / CHECKED_PROMPTS_FILE).exists():
         prompts_by_split: dict[str, Any] = json.loads(prompts_file.read_text(encoding="utf-8"))
         return prompts_by_split

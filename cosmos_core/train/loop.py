@@ -169,8 +169,8 @@ class TrainLoop:
         return True
 
     def _validation_metrics(self, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """Validate the current step, and return the metrics. Log the train step's `metrics` before raising
-        StopRequested."""
+        """Validate the current step, and return the validation metrics. If a signal requests a stop, log `metrics`, the
+        metrics of the train step (None: already logged), and raise StopRequested."""
         try:
             return self.validation.run(self.step)
         except StopRequested:
@@ -230,8 +230,8 @@ class TrainLoop:
         }
 
     def _save_and_make_preempted_error(self) -> Preempted:
-        """Save a checkpoint if the recipe sets `save_ckpt_at_exit`, and return the error to raise. Call this only if no
-        weight has changed since the last completed step."""
+        """Save a checkpoint if the recipe sets `save_ckpt_at_exit`, and return the `Preempted` error with which the
+        training ends. Call this only if no weight has changed since the last completed step."""
         stop_message = f"stopped after step {self.step} of {self.feed.total_steps}"
         # The first attempt saves nothing before its first step, so that the next attempt also obeys `val_before_train`.
         has_completed_step = self.step > (self._start_step if self._is_first_attempt else 0)
@@ -248,8 +248,10 @@ class TrainLoop:
         return Preempted(f"{stop_message}; checkpoint saved")
 
     def _restore_checkpoint(self) -> tuple[int, bool]:
-        """Resume from the newest complete checkpoint; return its step, and whether the step must be validated again.
-        Raise ConfigError if the checkpoint of another run has as many steps as this training, or more."""
+        """Resume from the newest complete checkpoint of this training or, without one, from `initial_checkpoint`.
+        Return the number of completed train steps (0: no checkpoint), and whether an asynchronous validation of this
+        step was interrupted and must be repeated. Raise ConfigError if `initial_checkpoint` has as many steps as this
+        training, or more."""
         train_state, seed = self._make_train_state(), self.config.seed
         assert seed is not None  # the schema replaces a missing seed by its default
         own_checkpoint_step = start_step = self.checkpointer.load_latest(train_state) or 0

@@ -70,8 +70,9 @@ def completion_metrics(
 
     Accuracy is the fraction of completions with the full reward, that is, every reward function returned 1 and no
     penalty applied. With several completions of a prompt, `pass@k` is the unbiased estimate of how often at least one
-    of k completions has the full reward (see `pass_at_k`). `get_full_reward` returns the full reward by the name of a
-    data set and the metrics of a score. Completions whose full reward is None are left out of accuracy and pass@k.
+    of k completions has the full reward (see `pass_at_k`). `get_full_reward` returns the full reward from the name of a
+    completion's data set and the metrics of its score. If it returns None, the full reward is unknown, and the
+    completion is left out of accuracy and pass@k.
     """
     reward_values = np.array([s.value for g in groups for s in g.scores if s.value is not None], dtype=np.float64)
     num_completions = sum(len(group.scores) for group in groups)

@@ -127,7 +127,8 @@ def learning_rate_factor(step: int, total_steps: int, train_config: TrainConfig)
 
 
 def set_learning_rate(optimizer: Optimizer, step: int, total_steps: int, train_config: TrainConfig) -> dict[str, float]:
-    """Set the learning rate of every group for optimizer step `step` (0-based); return metrics `lr` and `lr/PATH`."""
+    """Set the learning rate of every parameter group for optimizer step `step` (0-based). Return the learning rates as
+    metrics: `lr`, and `lr/PATH` for each module path of `optm_lr`."""
     learning_rate_scale = learning_rate_factor(step, total_steps, train_config)
     for group in optimizer.param_groups:
         learning_rate = group["initial_lr"] * learning_rate_scale

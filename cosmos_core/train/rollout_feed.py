@@ -164,8 +164,9 @@ def make_group_filter(algorithm_config: AlgorithmConfig) -> GroupFilter | None:
 def make_sync_source(
     sync_source: SyncGroupSource, prompt_order: PromptOrder, group_filter: GroupFilter | None, *, may_split_groups: bool
 ) -> GroupSource:
-    """Return a source that generates groups of completions when a train step needs them, and generates other groups for
-    those that `group_filter` drops (None: it drops none)."""
+    """Return a source that generates groups of completions when a train step needs them. With `group_filter`, each
+    group that the filter drops is replaced by another group. `may_split_groups`: whether the completions of a group can
+    be trained on in different steps."""
     if group_filter is None and not may_split_groups:
         return sync_source
     return FilteredGroupSource(sync_source, prompt_order.take_prompts, prompt_order.prompts_per_step, group_filter)

@@ -34,8 +34,9 @@ class SampleQueue:
         return len(self._queued_samples)
 
     def add(self, groups: Sequence[ScoredGroup], samples: Sequence[Any], group_metrics: dict[str, float]) -> None:
-        """Add the completions of groups with the groups' metrics. Each of `samples` has a `completion_index`, or there
-        is one sample per completion with a valid reward; raise ConfigError otherwise."""
+        """Add all completions of `groups` to the queue, each with its training sample, and save `group_metrics` as the
+        metrics of the groups added last. `samples` either name their completions by `completion_index`, or are one per
+        completion, or one per completion with a valid reward; raise ConfigError otherwise."""
         rewards = [(group.group.version, score.value) for group in groups for score in group.scores]
         self._group_metrics = group_metrics
         indices = [sample.completion_index for sample in samples if isinstance(sample, Sample)]

@@ -63,8 +63,8 @@ class Trainer:
 
     @property
     def samples_per_pass(self) -> int:
-        """Return the number of samples in a forward pass of `mini_batch` rows; for `auto`, the default number of rows
-        counts."""
+        """Return the number of samples in a forward pass of `mini_batch` rows; if `mini_batch` is `auto`, of the number
+        of rows before it is tuned."""
         return self._train_config.rows_per_pass * self._train_config.train_policy.num_sequences_per_row
 
     def add_model(self, name: str, adapter: ModelAdapter) -> None:
@@ -237,8 +237,9 @@ class Trainer:
         num_rows_per_pass: int | None = None,
         loss_fn: Callable[[MicroBatch], Tensor] | None = None,
     ) -> None:
-        """Run the model on each micro-batch of this rank, and pass the outputs to `process_outputs`. `loss_fn` is a
-        loss whose derivative does not depend on the outputs, so the derivative is computed before the forward pass."""
+        """Run the model on each micro-batch of this rank, and pass the outputs to `process_outputs`, which returns the
+        loss or None. `loss_fn` returns a loss whose derivative does not depend on the outputs, so that the derivative
+        can be computed before the forward pass; None: there is no such loss."""
 
         def process_batch_outputs(batch: Any, outputs: dict[str, Tensor]) -> Tensor | None:
             outputs = adapter.gather_outputs(batch, outputs)
@@ -313,8 +314,8 @@ class Trainer:
 
 
 def _select_local_chunks(adapter: ModelAdapter, batches: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    """Return this data-parallel rank's share of `batches`, in chunks of `size` batches; each rank gets equally many
-    chunks."""
+    """Return the elements of `batches` that this data-parallel rank computes, in chunks of at most `size` elements.
+    Each rank gets equally many chunks; the last chunk can be empty."""
     num_batches = len(batches)
     if adapter.mesh:
         num_batches = -(-len(batches) // adapter.mesh.dp.size())

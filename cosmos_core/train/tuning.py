@@ -39,9 +39,9 @@ MAX_TUNING_SECONDS = 45.0
 """Maximum total duration of the measurements that choose `mini_batch` and `num_threads`. It is exceeded only if a
 single gradient computation with a few samples takes longer."""
 _GRADIENT_SECONDS = 3.0
-"""Target duration of one measurement. It decides with how many samples of a train step settings are measured: as many
-as the gradient computation with the fewest rows per pass and the most threads handles in this time, but at least two
-rows per data-parallel rank."""
+"""Target duration of one measurement, which sets the number of samples to measure with: as many as the gradient
+computation with the fewest rows per pass and the most threads needs this time for, but at least two rows per
+data-parallel rank."""
 MAX_MEMORY_FRACTION = 0.85
 """Maximum fraction of the free memory for gradients, the optimizer's moments and the activations of a micro-batch.
 Settings that are expected to need more are not measured."""

@@ -75,7 +75,8 @@ class Validation:
         return self.async_validation is None and self._last_validated_step < step and step % self.config.freq == 0
 
     def publish_step(self, step: int) -> dict[str, float]:
-        """Publish the weights of a step if this is due and no validation needs other weights; return metrics."""
+        """Send the weights of a step to the rollout engines if this is due and no validation needs other weights.
+        Return metrics of the transfer; empty if nothing was sent."""
         self._current_step = step
         if step % self.publish_interval:
             return {}

@@ -103,7 +103,8 @@ class MovingAverage:
         weight_sets.add(EMA_WEIGHTS)
 
     def update(self, num_updates: int) -> None:
-        """Move the average towards the policy's weights, if optimizer step `num_updates` is at the update interval."""
+        """Move the average towards the policy's weights, if `num_updates + 1` is divisible by the update interval;
+        `num_updates` is the number of optimizer steps taken."""
         if (num_updates + 1) % self._update_interval == 0:
             decay = min((1 + num_updates) / (10 + num_updates), self._decay)
             self._weight_sets.move_towards_policy(EMA_WEIGHTS, 1 - decay)

@@ -89,8 +89,8 @@ def upload_checkpoints_in_background(
 ) -> Iterator[None]:
     """Upload each checkpoint of a training when it is saved, while the `with` block runs; do nothing if `url` is empty.
     An upload that fails is logged and tried again, at the latest by the `upload` stage. Pass `check_stop` if the
-    `upload` stage can run on another machine: the last checkpoints are then sent at the end of the `with` block.
-    `check_stop` is called between these requests, and can raise an error to end the upload."""
+    `upload` stage can run on another machine: the remaining checkpoints are then sent at the end of the `with` block,
+    and `check_stop` is called between their requests, where it can raise an error to end the upload."""
     if not url:
         yield
         return

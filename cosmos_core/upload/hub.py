@@ -233,7 +233,8 @@ class HubTarget:
 
     @contextmanager
     def _translate_errors(self, outcome: str = "nothing was published") -> Iterator[None]:
-        """Translate errors of the Hub's client into ConfigError or UploadError with a message of one line."""
+        """Convert errors of the Hub's client in the `with` block into ConfigError or UploadError with a message of one
+        line. `outcome` says in the message of an UploadError what the error means for the publication."""
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
         target_url, hub = f"hub://{self._repository_name}", f"the Hub {self.hub_api.endpoint}"

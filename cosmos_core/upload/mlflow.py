@@ -197,8 +197,8 @@ class MlflowTarget:
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Translate errors of the MLflow client into errors of one line: ConfigError if the server refuses the
-        credentials, otherwise UploadError."""
+        """Convert errors of the MLflow client in the `with` block into errors of one line: ConfigError if the server
+        refuses the credentials, otherwise UploadError."""
         assert self.client is not None  # the property raises ConfigError if MLflow is not installed
         from boto3.exceptions import Boto3Error
         from botocore.exceptions import BotoCoreError, ClientError

@@ -134,8 +134,9 @@ class FileTransfer:
 
     def _open_upload(self, key: str, sha256: str) -> tuple[str, dict[int, str]]:
         """Return the id of the multipart upload of `key` in the journal, and the ETags of its stored parts by number.
-        Start a new upload if there is none, or if the store refuses to list its parts: it is gone (status 404, in some
-        stores 400), or this account can only write. Other uploads of the key, possibly of other machines, are kept."""
+        Start a new upload if the journal has none, or if the store refuses to list the parts because the upload is gone
+        (status 404, in some stores 400) or because this account can only write. Other uploads of the key, possibly of
+        other machines, are kept."""
         from botocore.exceptions import ClientError
 
         s3, object_arguments = self.bucket.s3_client, {"Bucket": self.bucket.name, "Key": key}

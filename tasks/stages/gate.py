@@ -97,16 +97,16 @@ def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str,
 
 
 def _select_stage_metrics(published_record: dict[str, Any], condition: MetricCondition) -> dict[str, Any]:
-    """Return the record of the published model with the metrics of the stage that a condition `STAGE.METRIC` names, not
-    those of other stages; unchanged if the record has none of that stage."""
+    """Return the record of the published model, in whose metrics those of the stage that a condition `STAGE.METRIC`
+    names replace metrics of the same name from other stages; unchanged if the record has no metrics of this stage."""
     metrics, prefix = published_record.get("metrics", {}), f"{condition.metric.partition('.')[0]}."
     stage_metrics = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
     return published_record | {"metrics": metrics | stage_metrics}
 
 
 def _assess_items(condition: MetricCondition, item_pairs: PairedDifferences, confidence: float) -> dict[str, JsonValue]:
-    """Compare the new and the published model item by item. Return whether a condition of a gate holds, and statistics
-    for the report of the gate."""
+    """Test a condition of a gate on the differences between the new and the published model for each item of a
+    benchmark. Return as `passed` whether the condition holds, and as `paired` statistics for the report of the gate."""
     sign = 1 if condition.operator.startswith(">") else -1
     signed_items = replace(item_pairs, item_differences=tuple(sign * each for each in item_pairs.item_differences))
     p_value, statistics = signed_items.p_value(sign * condition.published_offset), item_pairs.summarize(confidence)
@@ -159,7 +159,8 @@ def _compare_paired_items(
 def _compute_noise_margin(
     stage: Stage, condition: MetricCondition, name: str, metrics: dict[str, float], published_metrics: dict[str, float]
 ) -> float:
-    """Return the margin by which a metric must differ from that of the published model at the configured confidence."""
+    """Return the margin by which a metric must differ from that of the published model at the configured confidence.
+    Raise ConfigError if no standard error of the metric is known."""
     noise_margin = significance_margin(name, stage.config.confidence, metrics, published_metrics)
     if noise_margin is None:
         raise ConfigError(
