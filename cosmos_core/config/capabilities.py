@@ -40,8 +40,8 @@ _VALIDATION_METRICS = (
 """Names of the metrics that validation can report: first metrics of completions, then metrics of the loss. A user's
 algorithm can report others."""
 MODEL_REFERENCE_KEYS = ("model", "distillation.model_name_or_path")
-"""Keys yielded by `stage_references` whose value names a model; the values of its other keys name rows, or pass rates
-of rows."""
+"""Keys from `stage_references` whose values name models. The values of all other keys from `stage_references` name
+rows, or pass rates of rows."""
 
 
 def check_capabilities(pipeline: Pipeline) -> None:
@@ -144,8 +144,8 @@ def _artifact_store_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[s
 
 
 def _missing_statistics_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
-    """Yield an error for a stage that needs log-probabilities of a reference policy which no earlier training saves,
-    and for a stage that reads pass rates from a stage that generates no completions."""
+    """Yield an error for a stage that needs log-probabilities of a reference policy if no training in its `after` saves
+    them, and for a stage that reads pass rates from a stage that generates no completions."""
     recipe, stage_kind = pipeline.recipes[stage.name], pipeline.stage_kind(stage)
     for key, dataset in recipe.datasets.items():
         source_stage = referenced_stage(dataset.pass_rates)

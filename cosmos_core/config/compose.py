@@ -276,7 +276,7 @@ def _default_stage_entries(recipe: Recipe, kinds: StageKinds) -> list[Mapping[st
 
 
 def _find_stage_kind(kinds: StageKinds, **attributes: object) -> str:
-    """Return the name of the first of `kinds` whose attributes equal the keyword arguments."""
+    """Return the name of the first stage kind in `kinds` whose attributes have the values in the keyword arguments."""
     return next(n for n, kind in kinds.items() if all(getattr(kind, key) == attributes[key] for key in attributes))
 
 
@@ -299,8 +299,8 @@ def _dataset_references(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _sample_source(recipe: Recipe) -> str:
-    """Return the value of `StageKind.feed`, `dataset` or `rollouts`, of stages that can train with the algorithm of the
-    recipe."""
+    """Return `rollouts` if the algorithm of the recipe trains on rollouts, otherwise `dataset`: the value of
+    `StageKind.feed` that a stage needs to train with this algorithm."""
     return "rollouts" if recipe.train.train_policy.has_rollouts else "dataset"
 
 
@@ -417,7 +417,8 @@ def _topological_order(pipeline: Pipeline) -> list[StageConfig]:
 
 def _find_gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
     """Return the publication target of a gate, by default the target of the first upload stage that depends on the
-    gate; empty if there is none. Raises `ConfigError` if a condition then compares with `published`."""
+    gate. If there is no target, return an empty string, or raise `ConfigError` if a condition of the gate compares with
+    `published`."""
     dependents = pipeline.stage_and_dependents(stage.name) if stage.require else set[str]()
     upload_stages = [each for each in pipeline.stages if pipeline.stage_kind(each).makes == "publication"]
     publication_target = stage.target or next((each.target for each in upload_stages if each.name in dependents), "")
@@ -475,7 +476,7 @@ def _add_data_dependency(stage: StageConfig, name: str) -> StageConfig:
 
 
 def _find_tokenizer_model(pipeline: Pipeline, stages_by_name: Mapping[str, StageConfig], stage: StageConfig) -> str:
-    """Return the model whose tokenizer prepares the rows of a stage; empty if it is the model of the stage's recipe.
+    """Return the model whose tokenizer prepares the rows of a stage; empty if this model is that of the stage's recipe.
     The model of a training is replaced by the model from which the training starts: both have the same tokenizer, and
     the rows can be prepared before the training."""
     recipes, model, visited_stage_names = pipeline.recipes, stage.model, {stage.name}
@@ -492,9 +493,10 @@ def _with_absolute_paths(
 ) -> Pipeline:
     """Return the pipeline with absolute local paths, so that a run can be resumed from any folder.
 
-    A path is relative to the current folder, otherwise to the folder of the pipeline's file, otherwise to the folder of
-    another configuration file of the stage. `base_folders` starts with the folder of the pipeline's file, followed by
-    the folders of its other files; `recipe_folders` maps a recipe file to its folder and those of the extended files.
+    A relative path is searched for in the current folder, then in the folder of the pipeline's file, then in the
+    folders of the other configuration files of the stage. `base_folders` starts with the folder of the pipeline's file,
+    followed by the folders of its other files; `recipe_folders` maps a recipe file to its folder and those of the
+    extended files.
     """
     stages, recipes = [], dict(pipeline.recipes)
     for stage in pipeline.stages:
@@ -514,9 +516,10 @@ def _with_absolute_paths(
 
 
 def _absolute_path(base_folders: Sequence[Path], name: str) -> str:
-    """Return the absolute path of the file or folder `name` in the first of `base_folders` that contains it, with links
-    resolved; return `name` unchanged if none contains it. A link to a file with another suffix is not resolved, because
-    the suffix selects the format: links in the Hub's cache point to files without suffix."""
+    """Return the absolute path, with links resolved, of the file or folder `name` in the first of `base_folders` that
+    contains it. Return `name` unchanged if no folder contains it, or if it is a reference `stage:NAME`. A link to a
+    file with another suffix is not resolved, because the suffix selects the format: links in the Hub's cache point to
+    files without suffix."""
     candidate_paths = (existing_path(name, folder) for folder in base_folders)
     path = next(filter(None, candidate_paths), None) if referenced_stage(name) is None else None
     if path is None:

@@ -65,9 +65,9 @@ def _find_source_stage(pipeline: Pipeline, stage: StageConfig) -> str:
 
 
 def _inherit_chat_templates(pipeline: Pipeline) -> Pipeline:
-    """Set `policy.chat_template` of each stage that prepares rows to the chat template of the models for which it
-    prepares them, unless a recipe sets one. Rows are prepared before the stages that make these models run, with the
-    tokenizer of the base model, whose own template would be wrong."""
+    """Set `policy.chat_template` of each stage that prepares rows to the chat template of the models that read these
+    rows, unless a recipe sets one. The rows are prepared before these models exist, with the tokenizer of the base
+    model, and the chat template of the base model would be wrong."""
     recipes, templates, readers_by_rows = dict(pipeline.recipes), collect_chat_templates(pipeline), defaultdict(list)
     for stage in pipeline.stages:
         if pipeline.stage_kind(stage).reads_data == "prepared" and (rows_stage_name := referenced_stage(stage.data)):

@@ -57,7 +57,8 @@ class StageInput:
     """Input of a stage: a model, data set, file or code that the stage reads and does not make."""
 
     key: str
-    """Configuration key of the input; for a part of a reward service, its name in the service's configuration file."""
+    """Configuration key of the input; for code or a model of a reward service, its name in the service's configuration
+    file."""
     role: InputRole
     """Use of the input. `carried`: files of the model that training does not read and exports copy. `end_tokens`: file
     with the tokens that end a generation. `hook`: user code that does not change the result. `rewards`: code and models
@@ -199,8 +200,9 @@ def _find_media_folder(stage: StageConfig, recipe: Recipe, images: ImageSettings
     """Return the folder to which image paths in the rows are relative; empty if there is no such folder, or if the
     model reads only text.
 
-    Before a Hub model is downloaded, it is unknown whether the model reads images. A changed image is still noticed in
-    training, because prepared rows hold the digest of each image.
+    Unless the recipe names this folder or an annotation file, the result is also empty for a Hub model that is not
+    downloaded yet, because it is unknown whether the model reads images. A changed image is still noticed in training,
+    because prepared rows hold the digest of each image.
     """
     if images.media_path:
         return _to_existing_path(images.media_path)
@@ -275,8 +277,9 @@ def _file_inputs(stage: StageConfig, recipe: Recipe) -> Iterator[StageInput]:
 
 
 def _list_service_files(config_file: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the user code and the model folders in the configuration of a reward service, as pairs of the name there
-    and the path. Names without an existing path are left out, because the service may run on another machine."""
+    """Yield the user code and the model folders that the configuration of a reward service names, as pairs of the name
+    in the configuration and the path. Names without an existing path are left out, because the service may run on
+    another machine."""
     try:
         reward_args = read_toml(config_file).get("reward_args")
     except ConfigError:  # skip an invalid file, because the reward service reports its error

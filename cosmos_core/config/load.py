@@ -75,7 +75,8 @@ def parse_table(
     table: type[TableT], values: Any, *, error_prefix: str, key_prefix: str = "", notices: list[str] | None = None
 ) -> TableT:
     """Return `values` as a validated `table`; a validator that changes a value of the user adds a message to `notices`.
-    Raises `ConfigError` if a value is invalid; the message has its key, value and rule, or a suggestion for the key."""
+    Raises `ConfigError` if a value is invalid or a key unknown. The message names the key, with the value and the
+    violated rule or, for an unknown key, a similar key."""
     try:
         return table.model_validate(values, context=None if notices is None else {"notices": notices})
     except ValidationError as error:
@@ -97,7 +98,8 @@ def parse_table(
 
 
 class OverrideTable(dict[str, Any]):
-    """Table made from a dotted key such as `a.b = 1`; merged over another table, it keeps that table's other keys."""
+    """Table that an override with a dotted key such as `a.b = 1` creates. Other keys of a table are kept when an
+    `OverrideTable` is merged into it."""
 
 
 def nest_value(keys: Sequence[str], nested_value: Any) -> Any:

@@ -141,8 +141,8 @@ def read_text_model_config(model_folder: Path | None) -> dict[str, Any]:
 
 
 def _ranks_per_shard(mesh: ParallelismConfig) -> int:
-    """Return the product of all sizes of a mesh except `dp_shard_size`: the number of ranks that each step of
-    `dp_shard_size` adds."""
+    """Return the product of all sizes of a mesh except `dp_shard_size`: the number of ranks per unit of
+    `dp_shard_size`."""
     return mesh.world_size // abs(mesh.dp_shard_size)
 
 
@@ -228,9 +228,9 @@ def _too_many_gpus_message(mesh: ParallelismConfig, num_required_gpus: int, num_
 
 
 def _choose_default_mode(recipe: Recipe, num_gpus: int | None) -> tuple[Recipe, str]:
-    """Return the recipe with `mode` set, and a notice for the user, which is empty if the mode is `disaggregated`, the
-    default of Cosmos-RL. This mode is set if `num_gpus` GPUs suffice for it, or `num_gpus` is None. Otherwise the mode
-    is `colocated`, and `tp_size` of the engines becomes a divisor of the number of ranks."""
+    """Return the recipe with a value for `mode`, and a notice for the user. `mode` becomes `disaggregated`, the default
+    of Cosmos-RL, without a notice, if that needs at most `num_gpus` GPUs or `num_gpus` is None. Otherwise `mode`
+    becomes `colocated`, and `tp_size` of the engines a divisor of the number of ranks."""
     disaggregated_recipe = recipe.copy_with(mode="disaggregated")
     num_required_gpus = disaggregated_recipe.num_gpus(has_rollouts=True)
     if num_gpus is None or num_required_gpus <= num_gpus:

@@ -25,8 +25,8 @@ _QUOTED_TEXT_PATTERN = re.compile(r"[\"“](.+?)[\"”]")
 
 
 def find_prompt_set(name: str, key: str) -> Path | None:
-    """Return the folder or file of the known prompt set `name`; None if `name` is not a known set. Raises `DataError`
-    if the prompt set is known, but is not on this machine."""
+    """Return the folder or file of the known prompt set `name`; None if `name` is not a known set. Raises `DataError`,
+    which names the configuration key `key`, if the known prompt set is not on this machine."""
     if name not in KNOWN_PROMPT_SETS:
         return None
     for path in (PROMPT_SETS_FOLDER / name, PROMPT_SETS_FOLDER / f"{name}.txt"):
@@ -50,8 +50,8 @@ def prompt_files(path: Path, split: str) -> list[Path]:
 
 
 def prompt_metadata(prompt: str, path: Path) -> dict[str, Any]:
-    """Return metadata of a prompt that rewards read: in the prompt set `ocr` the quoted text that the image must show;
-    empty in any other set."""
+    """Return the metadata that rewards read for a prompt of the prompt set at `path`: for the set `ocr`, the quoted
+    text that the image must show; for any other set, an empty dictionary."""
     if not {path.name, path.stem, path.parent.name, path.parent.stem} & {"ocr"}:
         return {}
     quoted_text_match = _QUOTED_TEXT_PATTERN.search(prompt)

@@ -24,8 +24,8 @@ _TEXT_MODEL_KEYS = (
 
 
 def disabled_keys(pipeline: Pipeline, stage: StageConfig) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield pairs of a reason, such as `validation.enable is off`, and the prefixes of the recipe keys that it disables
-    in a stage. The fingerprint of the stage omits these keys."""
+    """Yield pairs for a stage: a reason, such as `validation.enable is off`, and the prefixes of the recipe keys that
+    have no effect for this reason. The fingerprint of the stage omits these keys."""
     stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
     if stage_kind.trains_model and not recipe.validation.enable:
         field_names = type(recipe.validation).model_fields
@@ -66,8 +66,8 @@ def _may_complete_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
 
 def unread_key_notices(pipeline: Pipeline, loaded_recipes: Mapping[str, Recipe]) -> Iterator[str]:
     """Yield notices about keys that change results, but are set only in recipes of stages that do not read them. The
-    pipeline must contain all its stages, unlike that of a Python flow, which adds stages while it runs.
-    `loaded_recipes` are its recipes before `resolve_gpu_settings` replaced values of the user."""
+    pipeline must contain all its stages, unlike the pipeline of a Python flow, which adds stages while it runs.
+    `loaded_recipes` are the recipes of the pipeline before `resolve_gpu_settings` replaced values of the user."""
     if any(stage.entry for stage in pipeline.stages):  # report no key as unread: a user function may read any key
         return
     grid_keys = [key for s in pipeline.stages if s.sweep for branch in s.sweep.branches for key in branch.settings]

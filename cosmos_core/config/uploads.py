@@ -68,10 +68,10 @@ def _list_gates(pipeline: Pipeline, model_stage_names: set[str]) -> list[str]:
 
 
 def _list_published_stages(pipeline: Pipeline) -> Iterator[tuple[StageConfig, str, bool]]:
-    """Yield each stage whose model can be published, the name of the training whose recipe decides about it, and
-    whether no stage that depends on it trains, merges or selects models. The stage itself trains, merges or selects,
-    and is no branch from which another stage selects. For a merge or a selection, the last training of its models
-    decides."""
+    """Yield triples: a stage that trains, merges or selects models and is no branch from which another stage selects;
+    the name of the training whose recipe configures the upload of its model; and whether no dependent of the stage
+    trains, merges or selects models. For a merge or a selection, this training is the last one among the trainings of
+    its models."""
     trainings = {stage.name for stage in pipeline.stages if pipeline.stage_kind(stage).trains_model}
     makers = trainings | {each.name for each in pipeline.stages if pipeline.stage_kind(each).merges_models}
     makers |= {each.name for each in pipeline.stages if _find_chosen_stage(pipeline, each)}

@@ -57,8 +57,8 @@ def open_benchmarks(config: EvaluateConfig) -> Benchmarks:
 
 
 def _open_task_manager(config: EvaluateConfig) -> TaskManager:
-    """Return lm-eval's task manager. It reads the built-in tasks, which takes half a minute, only if the recipe uses
-    one."""
+    """Return lm-eval's task manager. The manager reads the tasks built into lm-eval only if the recipe names one of
+    them, because this takes half a minute."""
     if config.include_path:
         user_manager = TaskManager(include_path=config.include_path, include_defaults=False)
         tasks = {name for name, entry in user_manager.task_index.items() if entry.kind in {Kind.TASK, Kind.PY_TASK}}
@@ -77,8 +77,9 @@ def match_tasks(task_manager: TaskManager, pattern: str) -> list[str]:
 
 
 def _load_tasks(task_manager: TaskManager, task_name: str) -> dict[str, Any]:
-    """Load the lm-eval tasks with the name, group or tag `task_name`, and their rows. Return dictionaries of the tasks
-    and the groups by name, under the keys `tasks` and `groups`."""
+    """Load the lm-eval tasks with the name, group or tag `task_name`, and their rows. Return a dictionary with the keys
+    `tasks` and `groups`, whose values are the loaded tasks and groups by name. Raise `ConfigError` if a task cannot be
+    loaded, and `DataError` if its rows cannot be read."""
     try:
         loaded: dict[str, Any] = dict(task_manager.load([task_name]))
         for task in loaded["tasks"].values():

@@ -2,7 +2,7 @@
 
 Writes `evaluation.json` (metrics and settings of each task), `items.parquet` (one row per item of a task, so that two
 models can be compared on the same items) and `samples.jsonl` (some generated texts, for the report). Responses are
-cached until the end, so that a stage that was stopped or killed continues after the last response.
+cached until the stage ends, so that a stage that was stopped or killed continues after the last cached response.
 """
 
 import json
@@ -46,8 +46,8 @@ def check(stage: Stage) -> Outcome:
 
 
 def run(stage: Stage) -> Outcome:
-    """Run the benchmarks of an `evaluate` stage, and return their metrics. Raise the errors of `check`, and `Preempted`
-    if a stop was requested."""
+    """Run the benchmarks of an `evaluate` stage, and return their metrics. Raise `ConfigError`, `DataError` or
+    `ModelError` as `check` does, and `Preempted` if a stop was requested."""
     _describe_model(stage)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # hide lm-eval's warnings about default task settings
     stage.progress.phase("prepare")

@@ -94,7 +94,8 @@ def _check_rewards(reward_names: Sequence[str]) -> None:
 def _score_prompts(
     stage: Stage, prompt_sets: dict[str, list[Prompt]], unfinished_folder: Path, num_saved_prompts: int
 ) -> list[ScoredPrompt]:
-    """Return the scores of all prompts, and save samples of the first `num_saved_prompts` prompts of each set."""
+    """Return the scores of all prompts, and save images or videos of the first `num_saved_prompts` prompts of each set
+    in `unfinished_folder`. Prompts that an earlier attempt of the stage scored there are not sampled again."""
     config, prompts = stage.recipe.evaluate, [(name, prompt) for name, item in prompt_sets.items() for prompt in item]
     unfinished_folder.mkdir(parents=True, exist_ok=True)
     scored_prompts = read_scores(unfinished_folder)
@@ -143,8 +144,8 @@ def _sample_media(
     pipeline: Any, pipeline_arguments: dict[str, Any], prompts: Sequence[Prompt], evaluate_config: EvaluateConfig
 ) -> list[Tensor]:
     """Return the sampled images or videos of each prompt as uint8 (samples, [frames,] height, width, 3), on the CPU.
-    The noise of a sample depends only on the seed, the position of the prompt in its prompt set, and the number of the
-    sample."""
+    The noise of a sample depends only on the seed, the position of the prompt in its prompt set, and the index of the
+    sample among the samples of the prompt."""
     samples_per_prompt, base_seed = evaluate_config.samples_per_prompt or 1, evaluate_config.seed or 0
     sample_seeds = [request_seed(base_seed, 0, prompt.id, i) for prompt in prompts for i in range(samples_per_prompt)]
     pixels = pipeline(
@@ -170,8 +171,8 @@ def _make_sample_path(unfinished_folder: Path, set_name: str, prompt: Prompt) ->
 def _read_saved_group(
     unfinished_folder: Path, scored_prompts: Sequence[ScoredPrompt], set_name: str, prompt: Prompt
 ) -> ScoredGroup:
-    """Return the images or videos of a prompt that were saved in `unfinished_folder`, each with the mean of its
-    rewards."""
+    """Return the images or videos of a prompt that were saved in `unfinished_folder`. The score of each image or video
+    is the mean of its rewards in `scored_prompts`."""
     media_group = _make_group(prompt, torch.from_numpy(np.load(_make_sample_path(unfinished_folder, set_name, prompt))))
     rewards = next(each.rewards for each in scored_prompts if (each.set_name, each.id) == (set_name, prompt.id))
     mean_rewards = [float(np.mean(list(values.values()))) if values else None for values in rewards]

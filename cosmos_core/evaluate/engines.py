@@ -31,8 +31,8 @@ def engine_name(recipe: Recipe) -> str:
 
 
 def check_engine(stage: Stage) -> None:
-    """Raise `ConfigError` if the engine of the benchmarks is vLLM, and vLLM is not installed or does not support the
-    model."""
+    """Raise `ConfigError` if the recipe selects vLLM for the benchmarks, but vLLM is not installed or does not support
+    the model."""
     if engine_name(stage.recipe) == "vllm":
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError("evaluate.engine = 'vllm': vLLM is not installed; install it, or set it to 'auto'")

@@ -8,8 +8,8 @@ from cosmos_core.types import Outcome
 
 
 def check(stage: Stage) -> Outcome:
-    """Check that the `evaluate` stage can be run. Return a line about the model and its benchmarks or prompt sets under
-    the key `found`."""
+    """Check that the `evaluate` stage can be run. The key `found` of the outcome's `info` describes the model and its
+    benchmarks or prompt sets in one line."""
     return _import_program(stage).check(stage)
 
 

@@ -46,7 +46,8 @@ class ScoredPrompt:
         return cls(set_name, scored_group.group.prompt.id, rewards, len(errors), first_error, is_permanent_error)
 
     def mean_rewards(self) -> dict[str, float]:
-        """Return the mean of each reward over the samples of the prompt for which the reward is valid, by its name."""
+        """Return the mean of each reward over the samples of the prompt for which the reward is valid, by the name of
+        the reward function."""
         reward_names = dict.fromkeys(name for sample_rewards in self.rewards for name in sample_rewards)
         return {n: float(np.mean([rewards[n] for rewards in self.rewards if n in rewards])) for n in reward_names}
 
@@ -70,8 +71,8 @@ def append_scores(folder: Path, scored_prompts: Sequence[ScoredPrompt]) -> None:
 
 
 def average_scores(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
-    """Return the mean of each reward over each prompt set, as metrics with standard errors. If a prompt set has no
-    valid reward, raise `StageFailed` if another attempt can succeed, otherwise `RewardError`."""
+    """Return the mean of each reward over each prompt set, as metrics with standard errors. Raise an error for a prompt
+    set without a valid reward: `StageFailed` if another attempt can succeed, otherwise `RewardError`."""
     metrics: dict[str, float] = {}
     for set_name in dict.fromkeys(item.set_name for item in scored_prompts):
         set_prompts = [item for item in scored_prompts if item.set_name == set_name]

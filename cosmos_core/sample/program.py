@@ -50,7 +50,7 @@ def run(stage: Stage) -> Outcome:
 
     Raises:
         DataError: a prompt has images, or no completion is selected.
-        RewardError: a reward cannot be loaded, or all rewards of the first batch are invalid and would be so again.
+        RewardError: a reward cannot be loaded, or all rewards of the first batch are permanently invalid.
         StageFailed: all rewards are invalid.
         Preempted: a stop was requested; the completions of finished batches are kept.
     """
@@ -150,8 +150,8 @@ def make_prompt_turns(prompt: Prompt, system_prompt: str) -> list[dict[str, Any]
 
 
 def _pop_unfinished_turn(turns: list[dict[str, Any]], prompt: Prompt) -> dict[str, Any] | None:
-    """Remove and return the assistant turn at the end of a prompt, which completions continue, with its content as the
-    chat template renders it; None if the last turn is not the assistant's."""
+    """Remove and return the assistant turn at the end of `turns`, which completions of the prompt continue. Its content
+    is returned as the chat template renders it in `prompt`. Return None if the last turn is not the assistant's."""
     if turns[-1]["role"] != "assistant":
         return None
     turn_content = turns[-1]["content"]
@@ -159,7 +159,8 @@ def _pop_unfinished_turn(turns: list[dict[str, Any]], prompt: Prompt) -> dict[st
 
 
 def make_tools_column(prompt: Prompt, recipe_tools: Sequence[dict[str, Any]] = ()) -> dict[str, str]:
-    """Return the column `tools` with the tools of a rendered prompt, as JSON; no column if there are no tools."""
+    """Return the column `tools` of a row, as JSON, with the tools in the metadata of `prompt` or, if it has none,
+    `recipe_tools`. Return an empty dictionary if there are no tools."""
     tools = read_tools(prompt.metadata, f"prompt {prompt.id}") or recipe_tools
     return {"tools": json.dumps(tools, ensure_ascii=False)} if tools else {}
 

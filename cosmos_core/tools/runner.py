@@ -51,8 +51,8 @@ class ToolRunner(WorkerPool):
         num_workers: int | None = None,
         send_heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Set up the runner of tool calls, which calls `send_heartbeat` when it waits; `num_workers` None: one worker
-        process per core, up to 16."""
+        """Set up the runner for the tools at the import paths `tool_paths`. `send_heartbeat` is called while the runner
+        waits for results; `num_workers` None: one worker process per core, up to 16."""
         self._paths = tool_paths_by_name(tool_paths)
         self._timeout, self._environment_names = timeout_seconds, tuple(variable_names)
         self._send_heartbeat = send_heartbeat
@@ -159,8 +159,8 @@ def _make_tool_schemas(tool_paths: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _encode_object(value: object) -> str:
-    """Return the text of an object that a tool returned. Raise `TypeError` if the text only has the object's memory
-    address, as for an image."""
+    """Return the text of an object in a tool's result that JSON does not support. Raise `TypeError` if this text
+    contains only the type and the memory address of the object, as for an image."""
     if re.fullmatch("<.* at 0x[0-9a-fA-F]+>+", text := str(value), re.DOTALL):
         raise TypeError(f"it returned an object of type {type(value).__name__}, which is neither text nor JSON")
     return text

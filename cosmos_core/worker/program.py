@@ -136,7 +136,8 @@ def _add_service_variables(stage: Stage, program: Callable[..., Any]) -> Callabl
 
 
 def run_rank(stage_path: Path, stage_program: Callable[..., Outcome], rank_messages: Any) -> Outcome:
-    """Run the program of a stage on this rank. Only the first rank logs below WARNING and writes shared files."""
+    """Run the program of a stage on this rank. Only the first rank logs below WARNING and writes shared files.
+    `rank_messages` delivers a request to stop and the actors of the rollout engines."""
     from cosmos_core.parallel.mesh import all_gather_object, is_first_rank
 
     _configure_rank_logging(is_first_rank=is_first_rank())

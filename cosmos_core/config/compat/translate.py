@@ -135,8 +135,8 @@ def _translate_remote_reward(config_values: TomlTable, notices: list[str]) -> No
 
 
 def current_key(key: str) -> str:
-    """Return the current name of a dotted key, or the key unchanged if neither it nor a table in it was renamed. The
-    key can begin with a stage name, `STAGE.KEY`."""
+    """Return the current name of a dotted key, or the key unchanged if neither it nor a table that contains it was
+    renamed. The key can begin with a stage name, `STAGE.KEY`."""
     for old_key, new_key in _KEY_TRANSLATIONS["moved"].items():
         stage_prefix, is_below_old_key = _match_stage_prefix(key, old_key)
         if is_below_old_key:
@@ -145,7 +145,8 @@ def current_key(key: str) -> str:
 
 
 def no_effect_message(key: str, ignored_value: Any) -> str:
-    """Return a message if a dotted key (`KEY` or `STAGE.KEY`) has no effect; empty if it has an effect."""
+    """Return a notice that the value `ignored_value` of a dotted key (`KEY` or `STAGE.KEY`) has no effect; empty if the
+    key has an effect."""
     for old_key, intended_effect in INEFFECTIVE_KEYS.items():
         if "." in old_key and _match_stage_prefix(key, old_key)[1]:
             return _ignored_key_message(key, ignored_value, intended_effect)
@@ -153,8 +154,8 @@ def no_effect_message(key: str, ignored_value: Any) -> str:
 
 
 def _match_stage_prefix(key: str, table_key: str) -> tuple[str, bool]:
-    """Compare the dotted key `key` with the key or table `table_key`. Return the prefix `STAGE.` of `key`, or "" if it
-    matches without a prefix, and whether the rest of it is `table_key` or a key of that table."""
+    """Return the prefix `STAGE.` of the dotted key `key`, which is empty if `key` itself is `table_key` or a key below
+    `table_key`; also return whether `key` without this prefix is `table_key` or a key below it."""
     if f"{key}.".startswith(f"{table_key}."):
         return "", True
     stage_name, _, remaining_key = key.partition(".")

@@ -85,13 +85,13 @@ class AffectsResult:
 
     enters_fingerprint: bool
     omits_empty_value: bool = False
-    """Whether the fingerprint omits the field while its value is empty, so that it equals the fingerprint of an older
-    version of this project without the field."""
+    """Whether the fingerprint of a stage omits the field while its value is empty, so that the fingerprint is the same
+    as in an older version of this project that lacks the field."""
 
 
 ResultNeutral = AffectsResult(False)
 """Metadata of a field whose value fingerprints omit. The value changes how a run is shown or stored, never what the run
-computes, or it names content that enters fingerprints itself."""
+computes, or the value names content that itself enters fingerprints."""
 OmittedIfEmpty = AffectsResult(True, omits_empty_value=True)
 """Metadata of a field that is left out of fingerprints while it is empty."""
 
@@ -108,5 +108,5 @@ def find_metadata(field: FieldInfo, metadata_type: type) -> Any:
 
 
 _METADATA_BY_FIELD: dict[int, tuple[FieldInfo, list[Any]]] = {}
-"""Cache of the metadata of fields by the `id` of the field, because fields are not hashable; it holds each field, so
-that no other object gets the same `id`."""
+"""Cache of the metadata of fields by the `id` of the field, because fields are not hashable. The cache keeps a
+reference to each field, so that no other object gets the same `id`."""

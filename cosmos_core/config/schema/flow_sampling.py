@@ -91,8 +91,8 @@ class FlowRLConfig(Table):
 
 
 def stochastic_step_window(flow_rl: FlowRLConfig, num_steps: int) -> StepWindow | None:
-    """Return the window of stochastic steps in a rollout of `num_steps` denoising steps: its size, its range and how
-    often it moves. None: all steps are stochastic."""
+    """Return the window of stochastic steps in a rollout of `num_steps` denoising steps: its length, the range of steps
+    in which it lies, and the number of train steps after which it moves. None: all steps are stochastic."""
     if flow_rl.window_size is None:
         return None
     first_step, end_step = flow_rl.window_range or (0, max(flow_rl.window_size, num_steps // 2))

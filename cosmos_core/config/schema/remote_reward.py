@@ -84,8 +84,8 @@ class RemoteRewardConfig(Table):
         return {f: f.name if num_functions_by_name[f.name] == 1 else f"{f.name}/{f.score_key}" for f in self.reward_fns}
 
     def compute_full_reward(self, metrics: Mapping[str, float]) -> float | None:
-        """Return the total reward of a completion for which each reward function of positive weight returns 1; a
-        function of negative weight has its score in `metrics`. None if no function has a positive weight."""
+        """Return the total reward of a completion if every reward function of positive weight returned 1; functions of
+        negative weight contribute the completion's scores in `metrics`. None if no function has a positive weight."""
         if all(function.weight <= 0 for function in self.reward_fns):
             return None
         weighted_sum = sum(

@@ -34,8 +34,8 @@ _UNUSED_KEY_DECLARATIONS: dict[str, Any] = tomllib.loads(files(__package__).join
 
 
 def _read_notes(status_section: str) -> dict[tuple[str, str], str]:
-    """Return the notes in one section of `status.toml` by name of the table class and key; the key "*" stands for all
-    keys."""
+    """Return the notes in one section of `status.toml`, each by its pair of a table class name and a key; the key "*"
+    stands for all keys of the table."""
     return {
         (table_name, key_name): note
         for note, keys_by_table in _STATUS_NOTES.get(status_section, {}).items()

@@ -211,8 +211,8 @@ class TrainConfig(Table):
     @field_validator("train_policy")
     @classmethod
     def _derive_policy_settings(cls, train_policy: AlgorithmConfig, info: ValidationInfo) -> AlgorithmConfig:
-        """Set `mini_batch`, if the recipe leaves it out, to a divisor of the batch size, and allow rollouts as old as
-        the interval between weight syncs."""
+        """Set `mini_batch`, if the recipe leaves it out, to a divisor of the batch size, and increase
+        `allowed_outdated_steps` to at least the interval between weight syncs minus 1."""
         batch_size, sync_interval = info.data.get("train_batch_per_replica"), info.data.get("sync_weight_interval", 1)
         if batch_size and "mini_batch" not in train_policy.model_fields_set:
             train_policy = train_policy.copy_with(mini_batch=math.gcd(batch_size, DEFAULT_MINI_BATCH))
@@ -247,7 +247,7 @@ class TrainConfig(Table):
     @classmethod
     def _unwrap_single_item(cls, item_or_list: Any) -> Any:
         """Return the item of a list with one item, because Cosmos-RL has a list with one value per model part; return
-        any other value unchanged."""
+        any other value unchanged. Raise `ValueError` for an empty list, or a table without the key `global`."""
         if isinstance(item_or_list, dict) and "global" not in item_or_list:
             raise ValueError(f"optm_lr = {item_or_list} must have the key 'global', the rate of all modules not named")
         if item_or_list == ():

@@ -66,7 +66,8 @@ StringList = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 def parse_reward_weights(rewards: Any) -> Any:
-    """Return the weights of reward functions by name: 1 for each name of a list; any other value is unchanged."""
+    """Return the weights of reward functions by name: 1 for a single name and for each name in a list. In a table,
+    integers become floats; any other value is returned unchanged."""
     if isinstance(rewards, str):
         return {rewards: 1.0}
     if isinstance(rewards, list | tuple) and all(isinstance(name, str) for name in rewards):
