@@ -28,6 +28,7 @@ from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.models.adapter import PEFT_PREFIX, load_adapter_config, load_adapter_weights
 from cosmos_core.models.lora_targets import (
+    ALL_LINEAR,
     ExactTargetLora,
     adapted_layers,
     adapted_layers_by_peft_name,
@@ -35,6 +36,7 @@ from cosmos_core.models.lora_targets import (
     find_inseparable_layers,
     find_lora_targets,
     make_portable_config,
+    match_target_names,
     possible_target_names,
     resolve_saved_targets,
     write_pattern_per_layer,
@@ -66,6 +68,8 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     targets = lora.target_modules if isinstance(lora.target_modules, tuple) else ()
     modules_to_save = tuple(lora.modules_to_save or ())
     _check_targets("target_modules", targets, possible_target_names(model), r"(^|.*\.){}")
+    if isinstance(lora.target_modules, str) and lora.target_modules != ALL_LINEAR and lora.lora_path is None:
+        lora = lora.copy_with(target_modules=match_target_names(model, lora.target_modules))
     _check_targets("modules_to_save", modules_to_save, [name for name, _ in model.named_modules() if name], r".*{}")
     tied_module_names, inseparable_layers = _find_tied_modules(model), find_inseparable_layers(model)
     if lora.lora_path is None:
@@ -83,7 +87,9 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
             problem = f"policy.lora.target_modules is left out, and PEFT has none for {type(model).__name__}"
             raise ConfigError(f"{problem}; give 'all-linear' or a list") from error
         key = "policy.lora" + f".lora_path = '{lora.lora_path}'" * bool(lora.lora_path)
-        raise ConfigError(f"{key}: PEFT refuses {type(model).__name__}: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"{key}: PEFT refuses {type(model).__name__}: {' '.join(str(error).split())[:200]}"
+        ) from error
     layers_by_name: Mapping[str, Any] = adapted_layers(model)
     if tied_targets := [name for name in tied_module_names if name in layers_by_name]:
         setting_name = f"lora_path = '{lora.lora_path}'" if lora.lora_path else "target_modules"

@@ -143,6 +143,18 @@ def possible_target_names(model: nn.Module) -> list[str]:
     return target_names
 
 
+def match_target_names(model: nn.Module, target_regex: str) -> tuple[str, ...]:
+    """Return the possible target names that `target_regex` matches as a whole, as PEFT matches a `target_modules` that
+    is a string; raise ConfigError if there are none."""
+    target_names = possible_target_names(model)
+    if not (matched_names := tuple(name for name in target_names if re.fullmatch(target_regex, name))):
+        raise ConfigError(
+            f"policy.lora.target_modules = {target_regex!r} matches no whole name, such as {target_names[-1]!r}; give "
+            f"a list to match the ends of names"
+        )
+    return matched_names
+
+
 def make_portable_config(config: Any, model: nn.Module) -> Any:
     """Return an adapter configuration with which PEFT adapts the same layers when it loads the adapter. PEFT rewrites
     the names of some linear layers to names of fused experts; such layers are listed as target parameters, whose names
@@ -219,11 +231,15 @@ def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> 
     the text also lists the layers that the adapter does not change."""
     layers = adapted_layers(model)
     num_adapted_by_type: Counter[str] = Counter()
+    layer_types = {name: re.sub(r"(^|\.)\d+\.", r"\1*.", name.replace(".base_layer", ""), count=1) for name in layers}
+    # Only if layers of several stacks, such as a language model and a vision tower, are adapted: name the stack.
+    if len({layer_type.partition("*")[0] for layer_type in layer_types.values() if "*" in layer_type}) < 2:
+        layer_types = {name: name_within_layer(name) for name in layers}
     for name, layer in layers.items():
         parameter_text = f".{layer.parameter_name}" if isinstance(layer, ParamWrapper) else ""
         if isinstance(layer, ParamWrapper) and layer.num_experts > 1:
             parameter_text += f" of {layer.num_experts} experts"
-        num_adapted_by_type[name_within_layer(name) + parameter_text] += 1
+        num_adapted_by_type[layer_types[name] + parameter_text] += 1
     adapter_text = "LoRA on " + ", ".join(f"{count} {layer_type}" for layer_type, count in num_adapted_by_type.items())
     if target_modules != ALL_LINEAR:  # the user chose layers by name, so unadapted layers are not listed
         return adapter_text

@@ -250,11 +250,12 @@ RULES: dict[tuple[str, str], list[Case]] = {
         kept("train.transfer_dtype", "float16", "train.transfer_dtype='float16'", "train.master_dtype='bfloat16'"),
         changed("train.transfer_dtype", "bfloat16", "train.master_dtype='bfloat16'"),
     ],
-    ("LoRA", "one string means all linear layers"): [
+    ("LoRA", "one string means all linear layers, or is a regular expression of whole names"): [
         kept("policy.lora.target_modules", "all-linear"),
+        kept("policy.lora.target_modules", ".*language_model.*q_proj"),
         kept("policy.lora.target_modules", ("q_proj",), "policy.lora.target_modules=['q_proj']"),
-        no("policy.lora.target_modules = 'q_proj' must be 'all-linear' or a list of name fragments",
-           "policy.lora.target_modules='q_proj'"),
+        no("policy.lora.target_modules: '(q' is not a regular expression: missing ), unterminated subpattern at "
+           "position 0", "policy.lora.target_modules='(q'"),
     ],
     ("policy", "there is a model, its mesh has sizes, and one pattern selects weights"): [
         kept("policy.model_name_or_path", "org/model"),

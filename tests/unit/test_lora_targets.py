@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from cosmos_core.config.load import read_toml
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.hf import load_model
@@ -230,3 +231,22 @@ def test_weights_that_are_reversed_by_their_shape_are_written_with_an_adapter(tm
     add_adapter(model, LoraConfig(r=2, target_modules=("gate_proj", "up_proj", "down_proj")))
     found = dict(iter_checkpoint_weights(model))  # a new adapter changes nothing
     assert found.keys() == expected.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("family", ["llama4", pytest.param("qwen2.5-vl", marks=pytest.mark.full)])
+def test_a_string_is_matched_with_whole_names_as_peft_does_and_says_no_vision_tower(
+    tmp_path: Path, family: str
+) -> None:
+    file = Path(__file__).parents[2] / "configs/vlm/llama-4-scout-sft-lora.toml"
+    targets = read_toml(file)["policy"]["lora"]["target_modules"]
+    model = ours(save_family(family, tmp_path), {"target_modules": targets, "r": 4})
+    assert adapted(model) == ATTENTION
+    as_peft = peft.get_peft_model(
+        load_model(str(tmp_path), dtype=torch.float32), peft.LoraConfig(target_modules=targets)
+    )
+    assert {f"base_model.model.{name}" for name in adapted_layers(model)} == set(adapted_layers(as_peft))
+    check_saved(model, tmp_path)
+    both = ours(tmp_path, {"target_modules": SEVEN[:1] if family == "llama4" else ["q_proj", "qkv"]})
+    assert "vis" in describe_adapter(both, None) and "language_model" in describe_adapter(both, None)
+    with pytest.raises(ConfigError, match=r"'q_proj' matches no whole name, such as '.*'; give a list to match the en"):
+        ours(tmp_path, {"target_modules": "q_proj"})

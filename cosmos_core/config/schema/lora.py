@@ -26,9 +26,10 @@ class LoraConfig(Table):
     lora_dropout: Fraction = 0.0
     """Dropout probability of the input of the LoRA matrix A."""
     target_modules: Annotated[tuple[str, ...], Field(strict=False)] | str | None = None
-    """Suffixes of the names of adapted modules, or `all-linear`; None: PEFT's default for the family. `gate_proj`,
-    `up_proj` and `down_proj` (or `w1`, `w3`, `w2`) also select experts that are one parameter of a layer; a parameter
-    with gate and up projection gets twice the rank. `cosmos check` lists the adapted layers."""
+    """Suffixes of the names of adapted modules, in the vision tower too; or a regular expression that matches whole
+    names; or `all-linear`; None: PEFT's default for the family. `gate_proj`, `up_proj` and `down_proj` (or `w1`, `w3`,
+    `w2`) also select experts that are one parameter of a layer; a parameter with gate and up projection gets twice the
+    rank. `cosmos check` lists the adapted layers."""
     use_rslora: bool = False
     """Scale the output of the adapters by alpha / sqrt(r) instead of alpha / r (arXiv 2312.03732)."""
     modules_to_save: StringList | None = None
@@ -49,8 +50,7 @@ class LoraConfig(Table):
     @field_validator("target_modules")
     @classmethod
     def _check_target_modules(cls, target_modules: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
-        if isinstance(target_modules, str) and target_modules != "all-linear":
-            raise ValueError(f"target_modules = {target_modules!r} must be 'all-linear' or a list of name fragments")
+        check_regexes((target_modules,) if isinstance(target_modules, str) else ())
         return target_modules
 
     @field_validator("init_lora_weights")
