@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 BEST_STEP_FILE = "best.json"
 _METRIC_DIRECTIONS = {"validation/reward": 1, "validation/loss": -1}
-"""1 if higher values of a validation metric are better, else -1, by name of the metric; the first metric has
-priority."""
+"""Validation metrics that select the best step, by name: 1 if higher values are better, -1 if lower values are. If
+several are present, only the first of them counts."""
 
 
 @dataclass(frozen=True, slots=True)

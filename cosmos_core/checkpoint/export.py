@@ -90,9 +90,10 @@ def make_verified_outcome(
     *,
     has_adapter: bool,
 ) -> Outcome:
-    """Verify the export of step `step`, and return the stage's outcome; raise the errors of `run`. `run_checks`
+    """Check the written export of step `step`, and return the outcome of the stage; for errors see `run`. `run_checks`
     compares the export with the model and returns the names of the checks that it made. `copied_files` has the expected
-    contents of the adapter files, by path in the export."""
+    contents of the adapter files, by path in the export. `weight_files` are the paths of the weight files, whose total
+    size is reported, and `has_adapter` says whether the export includes an adapter."""
     if stage.stop_requested:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
     passed_checks, folder = run_checks(), export_folder(step)
@@ -165,7 +166,7 @@ def model_card(stage: Stage, instructions: LoadingInstructions) -> str:
 
 
 def num_trained_steps(stage: Stage) -> int:
-    """Return the number of steps that the upstream stage trained the model to export; 0 for a base model."""
+    """Return for how many steps the upstream stage trained the exported model; 0 for a base model."""
     return int(_get_upstream_info(stage).get("step", 0))
 
 
@@ -176,8 +177,8 @@ def describe_precision(stage: Stage) -> str:
 
 
 def _get_upstream_info(stage: Stage) -> Mapping[str, Any]:
-    """Return the information that the run recorded about the upstream stage that made the model; empty for a base
-    model."""
+    """Return the `info` of the `Outcome` of the upstream stage that made the model, such as its step and dtype; empty
+    for a base model."""
     return stage.inputs.get(str(referenced_stage(stage.config.model)), {}).get("info", {})
 
 

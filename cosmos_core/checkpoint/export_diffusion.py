@@ -18,8 +18,8 @@ from cosmos_core.types import Outcome
 
 
 def run(stage: Stage) -> Outcome:
-    """Export the diffusion pipeline that the upstream stage trained, or its state in a checkpoint, in the same steps in
-    which `export.run` exports a language model."""
+    """Export a diffusion pipeline as `export.run` exports a language model: the pipeline that the upstream stage wrote
+    or, with the setting `checkpoint`, the pipeline with the weights of a checkpoint of that stage."""
     stage.progress.phase("load")
     policy = stage.recipe.policy
     if stage.config.checkpoint:

@@ -92,15 +92,15 @@ class _TensorReader:
         """Names of the tensors in each safetensors file, by path."""
         self._readers: dict[str, Any] = {}
         self._stored_names: dict[str, str] = {}
-        """Name in its file of each tensor that `add_missing_prefixes` has renamed, by its new name."""
+        """Original names of the tensors that `add_missing_prefixes` has renamed, by new name."""
         for tensor_file in tensor_files:
             tensor_reader = exit_stack.enter_context(safe_open(tensor_file, framework="pt"))
             self.names_by_file[tensor_file] = list(tensor_reader.keys())
             self._readers |= dict.fromkeys(self.names_by_file[tensor_file], tensor_reader)
 
     def add_missing_prefixes(self, model: "_TensorReader") -> None:
-        """Rename tensors whose names lack the first component of the names in `model`, as in files of GPT-2 and BLOOM.
-        transformers loads such files, and saves the full names."""
+        """Add the first component of the tensor names in `model`, such as `transformer.`, to tensor names of this
+        reader that lack it, as in files of GPT-2 and BLOOM. transformers loads such files, and saves the full names."""
         for name in model._readers.keys() - self._readers.keys():
             if (stored_name := name.partition(".")[2]) in self._readers:
                 self._readers[name], self._stored_names[name] = self._readers[stored_name], stored_name
@@ -134,10 +134,11 @@ def combine_tensors(
     name: str,
     seed: int,
 ) -> Tensor:
-    """Return the combination of the tensors `name` of all models, computed in float32 and cast to the dtype of the
-    first model. TIES and DARE combine the differences from `base_model`, with random choices that depend on `seed` and
-    `name` only. Without `base_model`, tensors are summed with weights. Integer tensors are those of the first model.
-    Raise `ModelError` if the combined tensor has a value that is not finite."""
+    """Return the tensor `name` of the merged model, computed in float32 from the tensors `name` of all `models`, and
+    cast to the dtype of the first. With `base_model`, TIES or DARE combines the differences from its tensor, with
+    random choices that depend only on `seed` and `name`. Without, the result is the sum of the tensors, weighted with
+    `merge_weights`. An integer tensor is that of the first model. Raise `ModelError` if a value of the result is not
+    finite."""
     first_tensor = models[0][name]
     if not first_tensor.is_floating_point():
         return first_tensor
@@ -158,7 +159,7 @@ def combine_tensors(
 
 def _get_upstream_results(stage: Stage) -> list[dict[str, Any]]:
     """Return the results of the upstream stages whose models this stage merges: those that `after` names, except the
-    stage of the base model."""
+    stage of the base model. Raise `ConfigError` if there are fewer than two."""
     base_stage, stage_names = referenced_stage(stage.config.model), stage.config.after
     stage_results = [stage.inputs[n] for n in stage_names if n != base_stage and stage.inputs[n]["info"].get("model")]
     if len(stage_results) < 2:
@@ -169,8 +170,8 @@ def _get_upstream_results(stage: Stage) -> list[dict[str, Any]]:
 
 
 def merge_coefficients(config: MergeConfig, num_models: int) -> Sequence[float]:
-    """Return the weight of each of `num_models` models; without configured weights all have the same. Raise a
-    `ConfigError` if the number of configured weights is not `num_models`."""
+    """Return for each of `num_models` models its weight in the merge: the configured weight, by default the same for
+    all. Raise a `ConfigError` if the number of configured weights is not `num_models`."""
     if not config.weights:
         return [1 / num_models if config.method in {"linear", "dare_linear"} else 1.0] * num_models
     if len(config.weights) != num_models:

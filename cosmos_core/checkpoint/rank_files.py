@@ -35,8 +35,8 @@ class LocalTensor(NamedTuple):
 
 
 def select_owned_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalTensor]:
-    """Return the local tensors that this rank writes, by name; the lowest rank with a replica of a tensor writes it.
-    The function is collective: every rank calls it."""
+    """Return those local tensors that this rank writes to a checkpoint, by name. If several ranks have the same shard,
+    the lowest of them writes it. The function is collective: every rank calls it."""
     local_tensors = {
         name: LocalTensor(shard, tuple(bounds.start for bounds in shard_bounds(tensor)))
         for name, tensor in tensors.items()

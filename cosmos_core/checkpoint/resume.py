@@ -47,8 +47,8 @@ def saved_steps(folder: Path) -> list[int]:
 
 def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hashed: bool = False) -> str | None:
     """Return the reason why training cannot resume from the checkpoint of a step in `folder`; None: it can.
-    `fingerprint` is the required fingerprint of the checkpoint; None: any. `is_hashed`: whether this process has
-    already computed the digests of the files, so that only their sizes are compared."""
+    `fingerprint` is that of the configuration to which the checkpoint must belong; None: any. `is_hashed`: whether this
+    process has already computed the digests of the files, so that only their sizes are compared."""
     policy_folder = step_folder(folder, step) / "policy"
     manifest = read_manifest(policy_folder)
     if not manifest:
@@ -70,14 +70,15 @@ def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hash
 
 
 def read_manifest(policy_folder: Path) -> dict[str, Any]:
-    """Return the manifest in the folder `policy_folder` of a checkpoint; empty if it is missing or damaged."""
+    """Return the content of the file `manifest.json` in the folder `policy_folder` of a checkpoint; empty if the file
+    is missing or damaged."""
     return read_json_object(policy_folder / MANIFEST)
 
 
 def newest_complete_step(folder: Path, steps: Sequence[int], check_resume: Callable[[int], str | None]) -> int | None:
-    """Return the newest of `steps` whose checkpoint `check_resume` finds intact; None if none is. The first rank logs a
-    warning for each newer checkpoint. Raise a `ModelError` if a checkpoint folder has pickled shards of Cosmos-RL,
-    which are not read."""
+    """Return the newest of `steps`, which ascend, whose checkpoint in `folder` is intact, so that `check_resume(step)`
+    returns no reason against it; None: there is none. For each damaged newer checkpoint, the first rank logs a warning
+    with the reason, or raises a `ModelError` if the checkpoint has pickled shards of Cosmos-RL, which are not read."""
     for step in reversed(steps):
         if is_first_rank():
             refuse_pickled_shards(step_folder(folder, step) / "policy")
@@ -90,8 +91,9 @@ def newest_complete_step(folder: Path, steps: Sequence[int], check_resume: Calla
 
 
 def newest_complete_step_on_ranks(folder: Path, fingerprint: str, send_heartbeat: Callable[[], None]) -> int | None:
-    """Return the step of the newest intact checkpoint, the same on all ranks; None: no checkpoint is intact. All ranks
-    call this function together, because it is a collective."""
+    """Return the step of the newest intact checkpoint in `folder` of the configuration with `fingerprint`, the same on
+    all ranks; None: there is none. All ranks call this function together. It calls `send_heartbeat` before it hashes a
+    file."""
     steps = broadcast_object(saved_steps(folder))
     check_resume = partial(resume_obstacle_on_ranks, folder, fingerprint=fingerprint, send_heartbeat=send_heartbeat)
     return newest_complete_step(folder, steps, check_resume)
@@ -100,17 +102,17 @@ def newest_complete_step_on_ranks(folder: Path, fingerprint: str, send_heartbeat
 def resume_obstacle_on_ranks(
     folder: Path, step: int, fingerprint: str | None, send_heartbeat: Callable[[], None]
 ) -> str | None:
-    """Return why training cannot resume from the checkpoint of a step, as `resume_obstacle` does, the same on all
-    ranks, which call this function together. Each rank hashes only some of the files, because a single rank would take
-    longer than the timeout of a collective."""
+    """Return the result of `resume_obstacle` for the checkpoint of a step, the same on all ranks, which call this
+    function together. Each rank hashes only some of the files, because a single rank would take longer than the timeout
+    of a collective. `send_heartbeat` is called before each."""
     reason = broadcast_object(resume_obstacle(folder, step, fingerprint, is_hashed=True) if is_first_rank() else None)
     policy_folder = step_folder(folder, step) / "policy"
     return reason or first_error_of_ranks(find_damaged_file(policy_folder, rank_number(), num_ranks(), send_heartbeat))
 
 
 def find_damaged_file(policy_folder: Path, rank: int, num_ranks: int, send_heartbeat: Callable[[], None]) -> str | None:
-    """Return what is wrong with the first file of a checkpoint that differs from its digest; None: no file differs.
-    Rank `rank` checks only every `num_ranks`-th file, and calls `send_heartbeat` before each."""
+    """Return a text about the first file of a checkpoint whose size or digest differs from the manifest; None: no file
+    differs. Rank `rank` checks only every `num_ranks`-th file, and calls `send_heartbeat` before each."""
     if (file_records := read_manifest(policy_folder).get("files")) is None:
         return f"{MANIFEST} is gone"
     for name, file_record in sorted(file_records.items())[rank::num_ranks]:

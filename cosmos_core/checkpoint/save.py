@@ -57,8 +57,8 @@ class Checkpointer:
     ) -> None:
         """Create the folder, and clean up files that a killed process left in it. `fingerprint` is that of the
         configuration, recorded in each manifest. `max_keep`: maximum number of checkpoints; -1: no limit. `is_async`:
-        whether a background thread writes them. The first rank calls `on_saved` with the step after a checkpoint is
-        complete; `send_heartbeat` is called before each file is hashed."""
+        whether a background thread writes checkpoints. When a checkpoint is complete, the first rank calls `on_saved`
+        with its step. `send_heartbeat` is called before each file of a loaded checkpoint is hashed."""
         self._folder, self._fingerprint, self._max_keep = checkpoint_folder, fingerprint, max_keep
         self._on_saved, self._send_heartbeat = on_saved, send_heartbeat
         self._write_thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if is_async else None
@@ -115,8 +115,8 @@ class Checkpointer:
         return step
 
     def write_best_step(self, best_step: BestStep | None) -> None:
-        """Write the best step to `best.json`, in the parent folder of the checkpoints; remove the file if `best_step`
-        is None, or if the checkpoint of the best step is gone."""
+        """Write `best_step` to the file `best.json` next to the folder of the checkpoints; remove this file if
+        `best_step` is None, or if the checkpoint of the best step is gone."""
         best_step_file = self._folder.parent / BEST_STEP_FILE
         if best_step is not None and is_first_rank() and step_folder(self._folder, best_step.step).exists():
             write_json(best_step_file, asdict(best_step))

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _MODEL_PREFIX = "model."
 _OPTIMIZER_PREFIX = "optimizer."
 _8BIT_NAMES = ("codes", "scale", "qmap")
-"""Names of the plain tensors of an 8-bit optimizer state of torchao."""
+"""Names of the tensors of which an 8-bit optimizer state of torchao consists."""
 _STATEFUL_FIELD_NAMES = ("feed", "algorithm")
 POLICY_COPY_NAMES = ("ema", "old")
 """Names of the copies of the policy's weights ("ema": moving average, "old": old policy) that are copied from the
@@ -87,9 +87,10 @@ def restore_json_values(state: TrainState, saved_values: dict[str, Any], tensors
 
 
 def allocate_tensors(state: TrainState, metadata: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
-    """Return the tensors into which this rank loads a checkpoint, by name: those of the model and of further copies of
-    its weights, and new ones for optimizer, feed and algorithm. `metadata` has shape and dtype of each saved tensor.
-    All ranks call the function. Raise `ModelError` if the tensors of checkpoint and model differ in name or shape."""
+    """Return the tensors into which this rank loads a checkpoint, by name: the existing ones of the model and of
+    further copies of its weights, and new ones for the states of optimizer, feed and algorithm. `metadata` has the
+    shape and dtype of each saved tensor. All ranks call the function. Raise `ModelError` if the saved tensors of the
+    model and those of `state.model` differ in name or shape."""
     target_tensors = model_tensors(state.model)
     parameters = dict(state.model.named_parameters())
     shapes_by_rank = all_gather_object({name: tensor.shape for name, tensor in target_tensors.items()})
@@ -120,9 +121,9 @@ def allocate_tensors(state: TrainState, metadata: Mapping[str, tuple[torch.Size,
 
 
 def load_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
-    """Complete `state` after a checkpoint has filled `tensors`, which `allocate_tensors` returned. Load those of the
-    optimizer, without moments that another kind of optimizer saved. Copy the policy's weights into each of the copies
-    `POLICY_COPY_NAMES` that the checkpoint lacks."""
+    """Complete `state` after a checkpoint has filled `tensors`, the result of `allocate_tensors`: set the state of the
+    optimizer, except for moments that another kind of optimizer saved, and copy the policy's weights into each of the
+    copies `POLICY_COPY_NAMES` that the checkpoint lacks."""
     parameter_groups = state.optimizer.state_dict()["param_groups"]
     parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
     index_by_parameter = {parameter: index for index, parameter in enumerate(parameters)}
@@ -204,8 +205,8 @@ def _flatten_weight_sets(state: TrainState) -> dict[str, Tensor]:
 
 
 def _extract_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonValue:
-    """Return `value` as JSON in which an object with a name, beginning with `name`, replaces each tensor; the tensors
-    are added to `tensors` under these names."""
+    """Return `value` as JSON, with each tensor replaced by an object that has a name for the tensor: `name`, followed
+    by the keys that lead to the tensor. Add the tensors to `tensors` under these names."""
     if isinstance(value, Tensor):
         tensors[name] = value.detach()
         return {_TENSOR_KEY: name}
@@ -227,8 +228,8 @@ def _restore_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _merge_optimizer_slots(slot_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the optimizer state of one parameter by slot (such as a moment); 8-bit states are assembled from their
-    plain tensors."""
+    """Return the optimizer state of one parameter: a tensor, such as a moment, for each slot, by name. An 8-bit state
+    is assembled from the tensors `_8BIT_NAMES`."""
     merged_slots = {slot: tensor for slot, tensor in slot_tensors.items() if ":" not in slot}
     for slot in [name.removesuffix(":codes") for name in slot_tensors if name.endswith(":codes")]:
         state_class = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit

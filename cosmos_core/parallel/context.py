@@ -24,9 +24,9 @@ ULYSSES_ATTENTION = "ulysses"
 
 def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, attention_name: str, tp_size: int) -> None:
     """Make the attention of a model exchange tokens and heads over the ranks of `mesh`. `attention_name` is the name
-    under which transformers has registered the attention function for packed rows; tensor parallelism has split the
-    heads over `tp_size` ranks. Raise ModelError if the model uses another attention function, or if its heads cannot be
-    divided among the ranks."""
+    under which transformers has registered the attention function for packed rows. `tp_size` is the number of ranks
+    over which tensor parallelism has already split the heads. Raise ModelError if the model uses another attention
+    function, or if its heads cannot be divided among the ranks."""
     check_head_split(model, "cp_size", mesh.size(), tp_size)
     if model.config.get_text_config()._attn_implementation != attention_name:
         raise ModelError(
@@ -52,10 +52,11 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, attention_name: str, tp_s
 def shard_rows(
     inputs: dict[str, Any], scored_index_N: Tensor, mesh: DeviceMesh
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """Return a tuple: this rank's shard of the model inputs of packed rows, with `shift_labels`, the next token of each
-    token; the indices in the shard of the scored tokens, whose outputs the loss needs; and a mask of these among all N
-    scored tokens, whose indices in the packed rows are `scored_index_N`. Sequence bounds stay those of the whole packed
-    rows, whose length must be divisible by the number of ranks."""
+    """Return three things for this rank: its shard of the model inputs of packed rows, with `shift_labels`, the next
+    token of each token; the indices in this shard of its scored tokens (tokens whose outputs the loss needs); and a
+    mask that marks them among all N scored tokens. `scored_index_N` are the indices of all scored tokens in the packed
+    rows. `sequence_bounds` stay those of the whole packed rows, whose length must be divisible by the number of
+    ranks."""
     ids_1P = inputs["input_ids"]
     shard_length, num_remaining_tokens = divmod(ids_1P.shape[1], mesh.size())
     assert not num_remaining_tokens, "packed rows are as long as `collate_rows` was told to fill them"
@@ -68,8 +69,8 @@ def shard_rows(
 
 def gather_scored_tokens(local_values: Tensor, is_local_N: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return on every rank the values of all scored tokens (tokens whose outputs the loss needs). `local_values` are
-    the values of those in this rank's shard, which `is_local_N` marks. In the backward pass each rank gets the
-    gradients of its own values."""
+    the values that this rank computed, for the scored tokens that `is_local_N` marks. In the backward pass each rank
+    gets the gradients of `local_values`."""
     return _GatherScoredTokens.apply(local_values, is_local_N, mesh.get_group())  # type: ignore[no-any-return]
 
 

@@ -27,8 +27,9 @@ _TOKEN_DISPATCH_STYLE = "ep_dispatch_experts"
 
 
 def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> None:
-    """Apply expert parallelism: keep this rank's experts of every layer, sharded over `mesh.ep_fsdp`, and dispatch
-    tokens to experts of other ranks. Call this function before `apply_fsdp`; for errors see `find_split_experts`."""
+    """Apply expert parallelism to a model: keep only this rank's experts of every layer, sharded by FSDP over
+    `mesh.ep_fsdp`, and send tokens to the ranks of their experts. Call this function before `apply_fsdp`; for errors
+    see `find_split_experts`."""
     # `EpDispatchExpertsParallel` is not imported at module level, because transformers 5.17 lacks it.
     from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
@@ -45,9 +46,10 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> N
 
 
 def find_split_experts(model: PreTrainedModel, num_ranks: int, *, allows_no_experts: bool = False) -> list[Any]:
-    """Return the modules with the experts of each layer, which expert parallelism distributes over `num_ranks` ranks.
-    Raise ModelError if the model has no expert-parallel plan that dispatches tokens, if an adapter wraps the experts,
-    if their number is not divisible by `num_ranks`, or, without `allows_no_experts`, if the model has no experts."""
+    """Return for each layer with experts the module that contains them, whose experts expert parallelism distributes
+    over `num_ranks` ranks. Raise ModelError if the model has no expert-parallel plan that dispatches tokens, if an
+    adapter wraps the experts, if their number is not divisible by `num_ranks`, or, without `allows_no_experts`, if the
+    model has no experts."""
     expert_patterns = [pattern for pattern, style in model.ep_plan.items() if style == _TOKEN_DISPATCH_STYLE]
     expert_modules = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
     error_prefix = f"policy.parallelism.ep_size = {num_ranks}: {type(model).__name__}"

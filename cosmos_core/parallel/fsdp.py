@@ -33,8 +33,8 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 
 def fsdp_arguments(config: TrainConfig, *, should_cast: bool = True) -> dict[str, Any]:
-    """Return the arguments of torch's `fully_shard` for the settings in the recipe table `config`. `should_cast` says
-    whether FSDP gathers weights in `param_dtype`, the dtype in which autocast multiplies them."""
+    """Return the arguments of torch's `fully_shard` for the settings `config`. `should_cast`: whether FSDP gathers
+    weights in `param_dtype`, the dtype in which autocast multiplies them; False: in the dtype of the weights."""
     param_dtype = getattr(torch, config.param_dtype) if should_cast and gathers_in_param_dtype(config) else None
     mp_policy = MixedPrecisionPolicy(param_dtype, getattr(torch, config.fsdp_reduce_dtype), cast_forward_inputs=False)
     fsdp_options: dict[str, Any] = {"mp_policy": mp_policy}
@@ -93,9 +93,9 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def expert_sharding(num_shards: int, parameter: nn.Parameter) -> Shard:
-    """Return the dimension along which FSDP shards the stacked weights of experts, (experts, features, ...). This is
-    the dimension of features, because there can be fewer experts than shards, or the dimension of experts if the number
-    of features is not divisible by `num_shards`."""
+    """Return the dimension along which FSDP shards `parameter`, the stacked weights of experts (experts, features,
+    ...), over `num_shards` ranks: the dimension of features, because there can be fewer experts than ranks, or the
+    dimension of experts if the number of features is not divisible by `num_shards`."""
     return Shard(0 if parameter.shape[1] % num_shards else 1)
 
 
@@ -117,9 +117,10 @@ def reshard(root_module: nn.Module) -> None:
 
 
 def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the full tensor of each entry of `tensors`, or of the state dict of a model, in the same order
-    on all ranks, which must iterate together. A tensor that some ranks lack, such as a weight of another pipeline
-    stage, is broadcast by the lowest rank that has it. A tensor that is not sharded is yielded without a copy."""
+    """Yield the name and the full tensor of each entry of `tensors`, a mapping or a model with its state dict, in the
+    same order on all ranks, which must iterate together. A tensor that some ranks lack, such as a weight of another
+    pipeline stage, is broadcast by the lowest rank that has it. A tensor that is not sharded is yielded without a
+    copy."""
     local_tensors = tensors.state_dict(keep_vars=True) if isinstance(tensors, nn.Module) else tensors
     local_tensor_metadata = {name: (t.shape, t.dtype, local_shard(t).device.type) for name, t in local_tensors.items()}
     tensor_metadata_by_rank = all_gather_object(local_tensor_metadata)

@@ -48,16 +48,17 @@ class FullTensorGatherer:
         self._shared_memories: list[_SharedMemory | None] = [None, None]
 
     def full_tensors(self, tensor_templates: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the full tensors, by name, that `tensor_templates` names. Their memory is reused when no reference to
-        them is left. Each template has the shape and dtype of the full tensor, and can be on the meta device."""
+        """Return full tensors by name, for each name in `tensor_templates`. A template has the shape and dtype of the
+        full tensor, and can be on the meta device. The memory of the returned tensors is reused when no reference to
+        them is left."""
         if self._uses_shared_memory and (shared_memory := self._reusable_memory(tensor_templates)) is not None:
             return self._gather_by_shared_memory(shared_memory, tensor_templates)
         tensors = dict(full_tensors({name: self.tensors[name] for name in tensor_templates if name in self.tensors}))
         return {name: tensors[name] for name in tensor_templates}
 
     def _reusable_memory(self, tensor_templates: Mapping[str, Tensor]) -> _SharedMemory | None:
-        """Return unused shared memory, large enough for the tensors in `tensor_templates`; None if a rank cannot map
-        it."""
+        """Return shared memory that is not in use and large enough for the tensors of `tensor_templates`; None if a
+        rank cannot map it."""
         num_bytes = sum(_round_up_to_alignment(tensor_template.nbytes) for tensor_template in tensor_templates.values())
         shared_memory = self._shared_memories.pop(0)
         # The collective is also a barrier: a fast rank must not overwrite data that a slow rank still reads.

@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 _POLL_SECONDS = 0.02
 _ARRIVALS_KEY, _HEARTBEATS_KEY = "cosmos/arrivals", "cosmos/heartbeats"
-"""Keys in the key-value store of the process group: number of calls of `wait_for_ranks`, and number of heartbeats."""
+"""Keys of two counters in the key-value store of the process group: calls of `wait_for_ranks`, and heartbeats."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Device meshes of a training that contain this rank; None for each kind of parallelism that is not used."""
+    """Device meshes that contain this rank, one for each kind of parallelism of a training."""
 
     parallelism: ParallelismConfig
     """Configured size of each axis of the mesh."""
@@ -50,8 +50,8 @@ class Mesh:
         return list(global_items[self.dp.get_local_rank() :: self.dp.size()])
 
     def all_gather_object(self, local_value: T) -> list[T]:
-        """Return the values of all data-parallel ranks, in the order of ranks. With pipeline parallelism, these are the
-        values of the ranks of the last pipeline stage, which computes the outputs."""
+        """Return `local_value` of all data-parallel ranks, in the order of ranks. With pipeline parallelism, these are
+        the values of the ranks of the last pipeline stage, which computes the outputs of the model."""
         values_by_rank = exchange.all_gather(local_value, self.dp.get_group())
         if self.pp:
             pp_group = self.pp.get_group()
@@ -138,15 +138,16 @@ def first_error_of_ranks(local_error: str | None) -> str | None:
 
 
 def send_heartbeat(report_heartbeat: Callable[[], None]) -> None:
-    """Call `report_heartbeat`, and make ranks that wait in `wait_for_ranks` call theirs, because this rank is alive."""
+    """Call `report_heartbeat`, which shows that this rank is alive, and make each rank that waits in `wait_for_ranks`
+    call its own `report_heartbeat`."""
     report_heartbeat()
     if not is_single_rank():
         _get_default_store().add(_HEARTBEATS_KEY, 1)
 
 
 def wait_for_ranks(report_heartbeat: Callable[[], None]) -> None:
-    """Wait until all ranks have called this function, without the timeout of a collective; call `report_heartbeat` when
-    another rank has sent a heartbeat."""
+    """Wait until all ranks have called this function, without the timeout of a collective. While this rank waits, call
+    `report_heartbeat` whenever another rank has called `send_heartbeat`."""
     if is_single_rank():
         return
     key_value_store, num_heartbeats = _get_default_store(), 0

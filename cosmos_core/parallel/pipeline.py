@@ -77,8 +77,8 @@ def stage_layer_indices(stage_index: int, num_stages: int, num_layers: int) -> r
 
 
 def num_stages(model: PreTrainedModel, parallelism: ParallelismConfig) -> int:
-    """Return the total number of pipeline stages; with the schedule `Interleaved1F1B`, a rank has several. Raise a
-    `ModelError` if the settings require more stages than the model has layers."""
+    """Return the number of pipeline stages of the whole model; with the schedule `Interleaved1F1B`, each rank has
+    several. Raise a `ModelError` if the settings require more stages than the model has layers."""
     num_layers = int(model.config.num_hidden_layers)
     num_model_stages = parallelism.num_pipeline_stages(num_layers)
     if num_model_stages > num_layers:
@@ -152,7 +152,8 @@ def _shallow_copy(module: M) -> M:
 
 
 def _modules_around_layers(model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return the names of the modules before, and of those after, the layers in the pipeline plan of a model."""
+    """Return two lists from the pipeline plan of a model: the names of the modules before the layers, and of those
+    after the layers."""
     module_names = list(model.config.base_model_pp_plan or ())
     return module_names[: module_names.index(_LAYERS_NAME)], module_names[module_names.index(_LAYERS_NAME) + 1 :]
 

@@ -17,7 +17,7 @@ def matches_pattern(pattern: str, name: str) -> bool:
 
 def check_head_split(model: PreTrainedModel, setting_name: str, num_ranks: int, tp_size: int = 1) -> None:
     """Raise a `ModelError` if `num_ranks`, the value of the setting `setting_name`, does not divide the number of
-    attention heads. If the setting is `tp_size`, `num_ranks` must also divide the number of key-value heads. The
+    attention heads of a rank. If the setting is `tp_size`, it must also divide the number of key-value heads. The
     parameter `tp_size` is the number of ranks over which tensor parallelism has already split the heads."""
     for heads_setting in ("num_attention_heads", *(["num_key_value_heads"] if setting_name == "tp_size" else [])):
         num_heads = getattr(model.config.get_text_config(), heads_setting, None)

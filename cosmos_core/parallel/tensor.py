@@ -98,10 +98,10 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, shards_experts: bool) 
 
 
 def find_split_matrices(model: PreTrainedModel, num_ranks: int, *, shards_experts: bool) -> list[tuple[nn.Module, str]]:
-    """Return the modules that the model's tensor-parallel plan splits over `num_ranks` ranks, with their parallel
-    styles; an embedding and a head with a shared weight stay whole. `shards_experts`: whether to distribute experts
-    over the ranks too; False: expert parallelism shards them. Raise ModelError if the plan is missing or has an
-    unsupported style, or if a size is not divisible by the number of ranks."""
+    """Return a list of pairs: each module that the model's tensor-parallel plan splits over `num_ranks` ranks, and the
+    name of its parallel style. An embedding and a head with a shared weight are left out. `shards_experts`: whether to
+    distribute experts over the ranks too; False: expert parallelism does this. Raise ModelError if the plan is missing
+    or has an unsupported style, or if a size is not divisible by the number of ranks."""
     tp_plan = {name: style for name, style in (model.tp_plan or {}).items() if shards_experts or style != _MOE_TP_STYLE}
     tp_size_setting, model_name = f"policy.parallelism.tp_size = {num_ranks}", type(model).__name__
     if not tp_plan:
@@ -132,9 +132,9 @@ def find_split_matrices(model: PreTrainedModel, num_ranks: int, *, shards_expert
 
 def check_tp_plan(model: PreTrainedModel, root_modules: Sequence[Any], mesh: DeviceMesh) -> None:
     """Check that the tensor-parallel plan covers all operations of a model, by a forward and backward pass of
-    `probe_hidden_states` of `root_modules`. Raise ModelError if this pass fails, or if ranks have different gradients
-    of an unsplit weight: the plan then lacks an operation, and each rank applies this weight only to its own heads or
-    features."""
+    `probe_hidden_states` of each of `root_modules`. Raise ModelError if this pass fails, or if the ranks of `mesh` have
+    different gradients of a weight that is not split: then the plan lacks an operation that uses this weight, and each
+    rank applies it only to its own heads or features."""
     device = torch.device(mesh.device_type)
     ids_BT = torch.arange(1, _NUM_PROBE_TOKENS + 1, device=device).unsqueeze(0)
     example_inputs = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "position_ids": ids_BT - 1}
@@ -185,11 +185,13 @@ def _replace_weights(module: Any, transform_weight: Callable[[nn.Parameter], Ten
 
 
 def _find_split_modules(module: nn.Module, parallel_style: str) -> list[nn.Module]:
-    """Return the modules that tensor parallelism splits for `module`, which the model's tensor-parallel plan names.
+    """Return the modules to split for `module`, a module that the model's tensor-parallel plan names with the style
+    `parallel_style`: `module` itself, unless PEFT has wrapped it.
 
-    If PEFT has wrapped it for LoRA, these are the original linear layer and one factor of the LoRA product B A: A if
-    `parallel_style` splits the input features (`rowwise`), otherwise B. If PEFT trains a copy of it
-    (`modules_to_save`), these are the original and the copy. Otherwise, this is `module` itself."""
+    In a LoRA wrapper, these are the original linear layer and one factor of the LoRA product B A: A if the style splits
+    the input features (`rowwise`), otherwise B. In a wrapper for `modules_to_save`, these are the original module and
+    its trained copy.
+    """
     if isinstance(module, LoraLayer):
         return [module.base_layer, *(module.lora_A if parallel_style.startswith("rowwise") else module.lora_B).values()]
     if isinstance(module, ModulesToSaveWrapper):
