@@ -61,11 +61,13 @@ def convert(file: ConfigArgument) -> None:
     import tomli_w
 
     from cosmos_core.config.compat.translate import with_current_algorithm_keys
+    from cosmos_core.config.compose import with_paths_of_other_folders
     from cosmos_core.config.files import read_config
 
-    _load_pipeline(file)  # check the configuration: raises ConfigError if it is invalid
+    pipeline = _load_pipeline(file)  # check the configuration: raises ConfigError if it is invalid
     notices: list[str] = []
-    config_values, _ = read_config(file, notices)
+    config_values, config_folders = read_config(file, notices)
+    config_values = with_paths_of_other_folders(config_values, config_folders, pipeline)
     # Do not translate the algorithm keys of a pipeline with stages, because its stages may have different algorithms.
     if not config_values.get("pipeline", {}).get("stages"):
         config_values = with_current_algorithm_keys(config_values, notices)

@@ -114,7 +114,8 @@ def serve_reports(
 
 
 def reap(output_dir: OutputDirOption = Path("outputs")) -> None:
-    """Stop the remaining processes of runs whose flow died on this machine, and correct their recorded state."""
+    """Stop the remaining processes of runs whose flow died on this machine, and correct the recorded states of these
+    runs."""
     from cosmos_core.launch import reap as leftovers
 
     has_changes = False

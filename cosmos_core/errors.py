@@ -30,7 +30,7 @@ class DataError(CosmosError, ValueError):
 
 
 class MissingColumn(DataError):
-    """Error for a row without a column for a required value, such as a prompt, under any of the known column names."""
+    """Error for a row without any of the columns that can contain a required value, such as a prompt."""
 
 
 class ModelError(CosmosError, ValueError):

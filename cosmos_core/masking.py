@@ -88,7 +88,8 @@ def mask_secret_spans(text: str) -> str:
 
 
 def _is_secret_word(word: str, is_separate_word: bool) -> bool:
-    """Return True if a string looks random. `is_separate_word` is True if it is not part of a path, name or digest."""
+    """Return True if `word` looks random. `is_separate_word`: whether the word stands alone, not inside a path, name or
+    digest."""
     has_digit = any(letter.isdigit() for letter in word)
     if re.fullmatch(r"[0-9a-f]+|[0-9A-F]+", word):
         has_digest_length = len(word) in _DIGEST_LENGTHS
@@ -104,7 +105,7 @@ def _has_mixed_characters(word: str) -> bool:
 
 
 def _looks_like_secret(word: str) -> bool:
-    """Return True if a value after a word like `token` looks random, unlike a name, a path or a number."""
+    """Return True if `word`, the value after a word like `token`, looks random, unlike a name, a path or a number."""
     has_letters_and_digits = any(letter.isdigit() for letter in word) and any(letter.isalpha() for letter in word)
     return has_letters_and_digits and _mean_piece_length(word) < 3.0 and "//" not in word
 

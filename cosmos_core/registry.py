@@ -31,8 +31,8 @@ def is_import_path(name: str) -> bool:
 
 
 def is_user_code(name: str) -> bool:
-    """Return True if `name` has the form of user code, `file.py:thing` or `module:thing`, in a field where it may also
-    be a path or an id on the Hub."""
+    """Return True if `name` has the form of user code, `file.py:thing` or `module:thing`; other names in the same field
+    can be paths or ids on the Hub."""
     return _USER_CODE_PATTERN.fullmatch(name) is not None
 
 

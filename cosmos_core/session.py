@@ -43,7 +43,8 @@ _LOG_DRAIN_TIMEOUT_SECONDS = 5.0
 def run_session(
     server_stack: ExitStack, wait_for_server: Callable[[], None], run: Run, from_stage: str, verify: bool
 ) -> int:
-    """Run the flow `post-train` in this process, close the Prefect server and return the exit code."""
+    """Run the flow `post-train` for `run` in this process, stop the Prefect server by closing `server_stack`, and
+    return the exit code. `from_stage` and `verify` are parameters of the flow."""
     _configure_logging_and_signals()
     stage_names = [stage.name for stage in run.pipeline.stages]
     is_interrupted, failure_reason = False, ""
@@ -78,8 +79,9 @@ def run_session(
 def run_python_flow(
     server_stack: ExitStack, wait_for_server: Callable[[], None], entrypoint: str, parameters: Mapping[str, Any]
 ) -> int:
-    """Run the flow `entrypoint` (`FILE.py:FLOW`) in this process, close the Prefect server and return the exit code.
-    Raises `ConfigError` if there is no such flow or parameter, and any `CosmosError` of the flow."""
+    """Run the flow `entrypoint` (`FILE.py:FLOW`) in this process, stop the Prefect server by closing `server_stack`,
+    and return the exit code. Raises `ConfigError` if there is no such flow or parameter, and any `CosmosError` of the
+    flow."""
     _configure_logging_and_signals()
     raised_error: CosmosError | None = None
     is_interrupted, failure_reason = False, ""

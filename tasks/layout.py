@@ -157,7 +157,8 @@ def prepare_stage_folder(
 
 
 def supersede_outdated_stage(stage_path: Path, fingerprint: Fingerprint) -> None:
-    """Move the folder of a stage to `superseded/` if its checkpoints were made with another training fingerprint."""
+    """Move the folder of a stage to `superseded/` if its checkpoints were made with another training fingerprint;
+    create the folder if it is missing."""
     saved_fingerprint = read_fingerprint(stage_path)
     if saved_fingerprint is not None and saved_fingerprint.training_hash != fingerprint.training_hash:
         supersede_stage(stage_path)
@@ -167,7 +168,8 @@ def supersede_outdated_stage(stage_path: Path, fingerprint: Fingerprint) -> None
 
 def resolve_output(stage: str, key: str, reference: str, results: dict[str, Result], model_format: str = "") -> str:
     """Return the folder to which `model = "stage:NAME"` or `data = "stage:NAME"` refers; return any other value
-    unchanged. `model_format` selects a format of the model; empty or `bf16`: the model without quantisation."""
+    unchanged. `model_format` selects a format of the model; empty or `bf16`: the model without quantisation. Raises
+    `ConfigError` if the stage NAME has no such output."""
     name = referenced_stage(reference)
     if name is None:
         return reference

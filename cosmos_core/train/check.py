@@ -152,8 +152,8 @@ def _check_row_counts(
 
 
 def _check_model(policy_config: PolicyConfig, train: TrainConfig, stage_kind: StageKind, model_name: str) -> list[str]:
-    """Build the model without weights, check that the recipe fits it, and return report lines about its LoRA
-    adapter."""
+    """Build the model without weights. Check that it has the modules which the recipe names, and that its layers can be
+    split over the mesh. Return report lines about its LoRA adapter."""
     parallelism = policy_config.parallelism if stage_kind.has_mesh else ParallelismConfig()
     with nullcontext() if parallelism.pp_size > 1 else torch.device("meta"), meta_device_safe_creation_ops():
         model = _make_model_without_weights(model_name, policy_config.model_revision, train.master_dtype, parallelism)

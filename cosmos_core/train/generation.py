@@ -47,7 +47,8 @@ _FULL_WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("checkpoint", "module")
 
 
 class RolloutSetup:
-    """Rollout engine and rewards of a stage, each opened at its first use and closed with the exit stack."""
+    """Rollout engine and rewards of a stage. Each is opened at its first use, and closed with the `exit_stack` of the
+    caller."""
 
     def __init__(self, stage: Stage, trainer: Trainer, exit_stack: ExitStack) -> None:
         self._stage, self._trainer, self.exit_stack = stage, trainer, exit_stack
@@ -193,8 +194,8 @@ def _make_engine_fleet(
 def _make_weight_transfer(
     rollout_config: RolloutConfig, *, is_on_trainer_gpu: bool
 ) -> NativeWeightTransfer | DeltaWeightTransfer | None:
-    """Return the object that sends weights to the rollout engines directly; None: all weights are sent through host
-    memory."""
+    """Return the object that sends all weights to the rollout engines from GPU to GPU (CUDA IPC or NCCL), or sends only
+    the values that have changed; None: all weights are sent through host memory."""
     if rollout_config.weight_transfer == "delta":
         return DeltaWeightTransfer()
     if rollout_config.weight_transfer == "host" or rollout_config.native_transfer_conflicts:

@@ -304,7 +304,8 @@ def _completion_metrics_fn(
 def _make_drift_check(
     train_config: TrainConfig, sampling: Sampling | None, trainer: Trainer, *, should_stop: bool
 ) -> Callable[[int, dict[str, float]], dict[str, float]]:
-    """Return a function that checks for log-probability drift between engines and trainer, if completions are text."""
+    """Return a function that checks for log-probability drift between engines and trainer, and returns metrics; for a
+    training without text completions, the function does nothing and returns none."""
     if sampling is None or sampling.flow is not None:
         return lambda step, metrics: {}
     dtype = getattr(torch, train_config.param_dtype)

@@ -213,7 +213,7 @@ class MlflowTarget:
 
 
 def _get_artifact_folder(record: dict[str, Any]) -> str:
-    """Return the name of the artifact folder for the files of a record; it depends on their digests."""
+    """Return the name of the artifact folder for the files of a record, which depends on the digests of the files."""
     return f"model-{hashlib.sha256(json.dumps(record['files'], sort_keys=True).encode()).hexdigest()[:12]}"
 
 
