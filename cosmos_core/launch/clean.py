@@ -137,7 +137,8 @@ def _may_be_running(run_path: Path, *, is_run_lock_held: bool = False) -> bool:
 
 
 def _find_needed_runs(output_dir: Path, run_paths: list[Path]) -> Iterator[tuple[Path, str]]:
-    """Yield each run that the next retraining continues or whose model is published, with the reason to keep it."""
+    """Yield each run that the next retraining continues, or whose model is published or may be published because its
+    publication target cannot be read; yield also the reason to keep the run."""
     for state_file in sorted((output_dir / SHARED_FOLDER / "retraining").glob("*.json")):
         retrain_state = read_json_object(state_file)
         if not retrain_state.get("outcome"):

@@ -34,7 +34,8 @@ class Diagnosis:
 
 
 def run_checks(output_dir: Path, prefect_client: Any) -> Iterator[Diagnosis]:
-    """Run all checks of a cluster and yield their results, with a synchronous client of the Prefect server."""
+    """Check the cluster with a synchronous client of the Prefect server, and the free space in `output_dir`; yield the
+    result of each check."""
     server_checks: dict[str, Callable[[Any], Iterator[Diagnosis]]] = {
         "server": _check_server, "pools": _check_pools, "workers": _check_workers, "cancellation": _check_cancellation,
         "deployments": _check_deployment_folders,

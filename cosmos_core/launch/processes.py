@@ -34,12 +34,14 @@ def find_attempt_processes(attempt_id: str) -> list[psutil.Process]:
 
 
 def kill_attempt(attempt_id: str) -> list[int]:
-    """Send SIGKILL to every process of an attempt until none is left; return the ids of the killed processes."""
+    """Send SIGKILL to every process of an attempt until none is left, for at most five seconds; return the ids of the
+    killed processes."""
     return _kill_repeatedly(lambda: find_attempt_processes(attempt_id))
 
 
 def kill_descendants() -> list[int]:
-    """Send SIGKILL to all descendants of this process until none is left; return the ids of the killed processes."""
+    """Send SIGKILL to all descendants of this process until none is left, for at most five seconds; return the ids of
+    the killed processes."""
     return _kill_repeatedly(lambda: [each for each in psutil.Process().children(recursive=True) if is_running(each)])
 
 

@@ -109,7 +109,8 @@ class ProgressDisplay:
             self._live_display = None
 
     def update(self, stage: str, state: str, progress: ProgressRecord | None = None) -> None:
-        """Update the state of a stage; `progress` is the content of its `progress.json`, None if unchanged."""
+        """Show the state of a stage: in the live table or, without one, in a printed line if it has changed. `progress`
+        is the content of its `progress.json`, None if unchanged."""
         with self._lock:
             view = self._stage_states.setdefault(stage, _StageDisplayState())
             self._name_width = max(self._name_width, len(stage))

@@ -326,8 +326,7 @@ def read_run(path: Path) -> RunRecord:
 
 
 def read_pipeline(path: Path) -> dict[str, Any]:
-    """Return the table `pipeline` of a run's `pipeline.toml` with all settings of all stages, which is cached and must
-    not be changed; empty if the file is missing or damaged."""
+    """Return the cached, read-only table `pipeline` of a run's `pipeline.toml`; empty if it is missing or damaged."""
     try:
         pipeline_table = read_toml(path / PIPELINE_FILE).get("pipeline", {})
     except ConfigError:
@@ -343,7 +342,8 @@ def read_stage_entries(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def compute_time_breakdown(run: RunRecord) -> dict[str, float]:
-    """Return the seconds of a run's last command: in total, with a running worker, and the rest; empty if unknown."""
+    """Return the seconds of a run's last command: `wall` in total, `inside` with a worker and `overhead` without one.
+    Return an empty dict if the start time of the command is unknown."""
     if not run.start_time:
         return {}
     wall_seconds, busy_seconds = max(0.0, run.end_time - run.start_time), compute_busy_seconds(run, run.start_time)

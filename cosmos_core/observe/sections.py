@@ -156,7 +156,8 @@ def format_headline_metric(stage: StageRecord) -> str:
 
 
 def list_stage_times(stage: StageRecord) -> list[tuple[str, str]]:
-    """Return times, number of attempts and machines of a stage as pairs of name and value, without unknown values."""
+    """Return times, number of attempts, input stages and machines of a stage as pairs of name and text, without unknown
+    values."""
     stage_state = stage.state
     time_texts = [
         ("started", formatting.format_timestamp(stage_state.spans[0][0] if stage_state.spans else None)),
@@ -176,7 +177,8 @@ def format_stage_metrics(stage: StageRecord) -> list[tuple[str, str]]:
 
 
 def select_shown_info(stage: StageRecord) -> dict[str, Any]:
-    """Return the results of a stage without metrics and gate conditions, which the report shows in other tables."""
+    """Return the results of a stage other than metrics, without empty values and without the conditions of a gate,
+    which the report shows in another table."""
     return {key: value for key, value in stage.info.items() if key != "conditions" and value not in ("", [], {}, None)}
 
 
@@ -273,7 +275,7 @@ def make_resource_rows(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def _compute_gpu_hours(stage: StageRecord) -> float:
-    """Return the GPU hours of a stage, estimated from its duration if the run has no record of when the stage had
+    """Return the GPU hours of a stage, estimated from its duration if the run has no record of when the stage held
     GPUs."""
     if stage.state.holds:
         return sum_gpu_seconds(read_gpu_intervals(stage.path)) / 3600

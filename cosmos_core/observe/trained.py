@@ -43,7 +43,8 @@ def list_training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tup
 
 
 def decode_sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]]]]:
-    """Return the first row of each training as segments of text, each with True if the loss includes the segment."""
+    """Return each training with its first row as segments of text, each with True if the loss includes the segment. Of
+    trainings that read the same rows, only the first is returned."""
     stage_entries = read_stage_entries(run.path)
     stages = {stage.name: stage for stage in run.stages}
     row_by_data_stage: dict[str, tuple[StageRecord, list[tuple[str, bool]]]] = {}

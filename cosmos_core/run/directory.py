@@ -219,7 +219,8 @@ def flow_runs_folder(output_dir: Path) -> Path:
 
 
 def record_flow_run(run: Run, flow_run_id: str) -> None:
-    """Save the id of the run that a flow run works on, for a retry of the flow run and to find a run's flow run."""
+    """Save the id of a run in a file named after the flow run that works on it, so that each can be found by the
+    other."""
     flow_runs_path = flow_runs_folder(run.output_dir)
     flow_runs_path.mkdir(parents=True, exist_ok=True)
     write_text(flow_runs_path / flow_run_id, run.id)

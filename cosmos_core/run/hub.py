@@ -47,7 +47,8 @@ def pin_hub_revisions(pipeline: Pipeline) -> Pipeline:
 
 
 def resolve_commit(repository: Repository, timeout_seconds: float = _HUB_TIMEOUT_SECONDS) -> str:
-    """Return the commit of a revision on the Hub or, if the Hub does not respond in time, in the local cache."""
+    """Return the commit of a revision on the Hub or, if the Hub does not respond in time, in the local cache. Raises
+    `ModelError` or `DataError` if neither knows the revision."""
     repo_type, repo_name, revision = repository
     if _COMMIT_PATTERN.fullmatch(revision):
         return revision

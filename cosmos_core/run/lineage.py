@@ -125,8 +125,9 @@ def _check_source(source: ExternalSource) -> str:
 
 
 def find_model_origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
-    """Return the origin of a stage's model for its model card: `base_model` and `revision` of the external model, or
-    `made_by`, the user function that created the first model, and `data`, the names of the external data sets."""
+    """Return the fields of the model card that tell the origin of a stage's model: `data`, the names of the external
+    data sets, with `base_model` and `revision` of the external model, or with `made_by`, the user function that created
+    the first model."""
     dataset_names: dict[str, None] = {}
     pending_stages, seen_names = [stage], set()
     while pending_stages:
@@ -158,7 +159,8 @@ def strip_local_path(name: str) -> str:
 
 
 def describe_base_model(stage: Stage) -> str:
-    """Return a name of a training's base model for any machine: a Hub id, a stage, or a folder's name and digest."""
+    """Return a name of a training's base model without local paths: a Hub id, `RUN/STAGE`, or the name of a folder with
+    the digest of its files."""
     source_name = stage.config.model or stage.recipe.policy.model_name_or_path
     if (upstream_name := referenced_stage(source_name)) is not None:
         return f"{stage.run_path.name}/{upstream_name}"

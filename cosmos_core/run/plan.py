@@ -30,7 +30,8 @@ class StageDecision:
     action: Literal["reuse", "adopt", "run", "depends"]
     reason: str
     source: Path | None = None
-    """Stage directory whose result is reused or adopted; None for `run` and `depends`."""
+    """Stage directory whose result is reused or adopted; None for `run`, `depends` and a result in an artifact
+    store."""
     result: Result | None = None
 
 

@@ -85,8 +85,9 @@ def download_url(location: str, output_dir: Path) -> str:
 
 
 def download_pinned_url(url: str, downloads_folder: Path, on_file: Callable[[], None] = lambda: None) -> Path:
-    """Return the file or folder below `downloads_folder` with the content of a pinned URL, after downloading the
-    objects that are missing in it. For errors see `download_inputs`."""
+    """Return the file or folder below `downloads_folder` with the content of an S3 URL, after downloading the objects
+    that are missing there. Without a digest in the URL, its present content is used. For errors see
+    `download_inputs`."""
     pinned_url = url if _PIN_PATTERN.search(url) else append_content_digest(url)
     unpinned_url, _, digest = pinned_url.rpartition("#")
     local_folder = downloads_folder / digest
