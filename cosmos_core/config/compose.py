@@ -515,6 +515,27 @@ def _with_absolute_paths(
     return pipeline.with_stages(stages, recipes)
 
 
+def with_paths_of_other_folders(config_values: Any, config_folders: Sequence[Path], pipeline: Pipeline) -> Any:
+    """Return the merged values of configuration files with an absolute path in place of each relative path that is
+    found only from a later of the folders `config_folders`. `pipeline`, what the values mean, says which are paths."""
+    find_nearby, find_anywhere = (
+        partial(_convert_reference, partial(_absolute_path, folders), ReferenceKind.PATH)
+        for folders in ((Path.cwd(), config_folders[0]), config_folders)
+    )
+    resolved_text = repr(pipeline.as_toml())
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {convert(key): convert(nested_value) for key, nested_value in value.items()}
+        if isinstance(value, list):
+            return list(map(convert, value))
+        if not isinstance(value, str) or find_nearby(value) != value:
+            return value
+        return path if repr(path := find_anywhere(value))[1:-1] in resolved_text else value
+
+    return convert(config_values)
+
+
 def _absolute_path(base_folders: Sequence[Path], name: str) -> str:
     """Return the absolute path, with links resolved, of the file or folder `name` in the first of `base_folders` that
     contains it. Return `name` unchanged if no folder contains it, or if it is a reference `stage:NAME`. A link to a

@@ -188,6 +188,18 @@ def test_a_converted_file_means_the_same_in_todays_names(workspace: Workspace) -
     assert (again.stdout, again.stderr) == (done.stdout, "")
 
 
+def test_paths_of_an_extended_file_in_another_folder_are_found_from_the_converted_one(workspace: Workspace) -> None:
+    policy = """type = "grpo"\ndataset = { name = "rows.jsonl" }\nreward_function = { "reward.py:f" = 2.0 }\n"""
+    workspace.write("shared/base.toml", f"[train.train_policy]\n{policy}")
+    workspace.write("shared/rows.jsonl", "{}")
+    workspace.write("shared/reward.py", "")
+    workspace.write("shared/epoch/file", "")  # the name of a key is no path
+    old = workspace.write("mine/old.toml", 'extends = "../shared/base.toml"\ntrain.epoch = 2\npipeline.name = "old"\n')
+    new = workspace.write("mine/new.toml", workspace.cosmos("config", "convert", "mine/old.toml").stdout)
+    assert loaded(new).as_toml() == loaded(old).as_toml()
+    assert tomllib.loads(new.read_text())["train"]["epoch"] == 2
+
+
 def test_older_keys_of_dpo_are_converted_too(workspace: Workspace) -> None:
     workspace.write("dpo.toml", '[train.train_policy]\ntype = "sft"\ntrainer_type = "dpo"\n[custom]\ndpo_beta = 0.3\n')
     assert tomllib.loads(workspace.cosmos("config", "convert", "dpo.toml").stdout) == {
