@@ -28,7 +28,8 @@ class ActorGroup:
     """Settings of the Ray actors, such as rollout engines, that run alongside the ranks of a `WorkerGroup`."""
 
     make_object: Callable[[], Any]
-    """Picklable function that creates the object in the process of each actor, at each start of the process."""
+    """Picklable function that creates an actor's object, whose methods are called remotely. It runs at each start of
+    the actor's process."""
     get_target_size: Callable[[], int]
     """Function that returns the number of actors that should run now."""
     name: str = "Actor"
@@ -65,14 +66,14 @@ class _ObjectActor:
 
 @dataclass(frozen=True)
 class ActorHandle:
-    """Handle with which any process of the cluster can call the object in an actor."""
+    """Handle with which any process of the cluster can call methods of the object in an actor."""
 
     actor: Any
 
     def call(self, method: str, *arguments: Any, shared_value: Any = None, **kwargs: Any) -> Future[Any]:
-        """Call a method of the object and return a future of its result, which raises `ConnectionError` if the process
-        has died, or `ConnectionRefusedError` if it is not available yet, for example during a restart. `shared_value`,
-        a reference from `put`, is passed as the last argument."""
+        """Call a method of the object and return a future of its result. The future raises `ConnectionError` if the
+        actor's process has died, or `ConnectionRefusedError` if the process is not available yet, for example during a
+        restart. `shared_value`, a reference from `put`, is passed as the last argument."""
         result_future: Future[Any] = Future()
 
         def complete_future(actor_future: Future[Any]) -> None:
@@ -93,7 +94,8 @@ class ActorHandle:
         return result_future
 
     def put(self, shared_value: Any) -> Any:
-        """Store a value for all actors and return a reference; actors on this machine do not copy its arrays."""
+        """Store a value for all actors and return a reference to it for `call`; actors on this machine do not copy the
+        arrays in the value."""
         return ray.put(shared_value)
 
     def kill(self) -> None:

@@ -44,11 +44,11 @@ _REPLY_SECONDS = 10.0
 """Seconds to wait for a reply of a rank or of Ray. If no rank has ended for this long, all ranks are polled, because
 Ray can lose the reply of a rank that has ended."""
 _OBJECT_STORE_BYTES = 1 << 30
-"""Bytes of Ray's object store in an embedded cluster with rollout engines. It holds two buckets of the weights that are
-being sent to the engines, and values that are not read yet."""
+"""Size in bytes of Ray's object store in an embedded cluster with rollout engines: enough for two buckets of weights
+that are being sent to the engines, and for values that no process has read yet."""
 _MAX_SOCKET_FOLDER_BYTES = 40
-"""Maximum number of bytes of the path of Ray's folder, beyond which a folder in /tmp is used instead: the path of a
-socket is at most 107 bytes long, of which Ray takes 65."""
+"""Maximum length in bytes of the path of Ray's temporary folder; instead of a folder with a longer path, a folder in
+/tmp is used. The path of a socket has at most 107 bytes, of which Ray takes 65."""
 _MAX_RANK_RESTARTS = 3
 """Maximum number of times that `WorkerGroup.run` restarts all ranks after one of them has died or has requested it.
 Only a group with actors, which keep running meanwhile, restarts its ranks; otherwise the call fails."""
@@ -119,7 +119,8 @@ class WorkerGroup:
 
 @contextmanager
 def process_group(rendezvous: Rendezvous) -> Iterator[None]:
-    """Open torch's default process group over all ranks for the duration of a `with` block."""
+    """Open torch's default process group for the duration of a `with` block. `rendezvous` has the rank of this process,
+    the number of ranks, and the address of the group's TCP store."""
     os.environ |= {
         "RANK": str(rendezvous.rank), "WORLD_SIZE": str(rendezvous.num_ranks), "LOCAL_RANK": str(rendezvous.device),
         "MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port),
@@ -159,8 +160,8 @@ def _address_family(address: str) -> socket.AddressFamily:
 
 
 def create_tcp_store(address: str, num_ranks: int) -> dist.TCPStore:
-    """Return the TCP store for a process group. It listens on a free port of `address` only, because it trusts all
-    clients."""
+    """Return the TCP store for a process group of `num_ranks` ranks. The store listens on a free port of the IP address
+    `address` only, because it trusts all clients."""
     listening_socket = socket.create_server((address, 0), family=_address_family(address))
     free_port, fd = listening_socket.getsockname()[1], listening_socket.detach()
     return dist.TCPStore(address, free_port, num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=fd)
@@ -227,7 +228,7 @@ def _connect_to_cluster(num_ranks: int, actor_group: ActorGroup | None) -> Itera
 
 def _kill_cluster_at_shutdown(ray: Any) -> None:
     """Let `ray.shutdown` kill the processes of an embedded cluster and their children at once. Otherwise it would send
-    SIGTERM, which they block, wait a second for each of them, and leave the agent of the dashboard for a minute."""
+    SIGTERM, which they block, wait a second for each of them, and leave the dashboard agent running for a minute."""
     if (ray_node := ray._private.worker._global_node) is None:
         return
     kill_all_processes = ray_node.kill_all_processes
@@ -270,8 +271,9 @@ def split_threads(num_cores: int, num_ranks: int, num_actors: int, *, is_paralle
 def _make_rank_starter(
     ray: Any, placements: list[Any], gpu_fraction: float
 ) -> Callable[[RankProgram], tuple[list[Any], list[Any]]]:
-    """Return a function that starts a program on all ranks and returns their Ray actors and pending calls. `placements`
-    are Ray scheduling strategies, one per rank; `gpu_fraction` is the fraction of a GPU per rank, if there are GPUs."""
+    """Return a function that starts a program on all ranks and returns two lists: the Ray actor of each rank, and the
+    reference to its pending call. `placements` are Ray scheduling strategies, one per rank; `gpu_fraction` is the
+    fraction of a GPU per rank, if there are GPUs."""
     num_ranks, gpus_per_rank = len(placements), gpu_fraction if ray.cluster_resources().get("GPU", 0) else 0
     untyped_remote: Any = ray.remote  # untyped, because `ray.remote` is annotated for functions only
     rank_actor_class = untyped_remote(num_cpus=1, num_gpus=gpus_per_rank, max_concurrency=2)(Rank)

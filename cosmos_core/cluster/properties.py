@@ -25,8 +25,8 @@ _SERVICE_ENVIRONMENT_PREFIXES = ("COSMOS_", "HF_", "MLFLOW_", "REMOTE_REWARD_", 
 
 
 def collect_cluster_properties(libraries: Sequence[str]) -> MachineProperties:
-    """Return the properties of the largest machine of the Ray cluster at `RAY_ADDRESS`, with its versions of the
-    packages `libraries`, but with the GPUs of the whole cluster."""
+    """Return the properties of the machine with the most GPUs (then the most CPUs) in the Ray cluster at `RAY_ADDRESS`.
+    They include its versions of the packages `libraries`, but the GPUs of the whole cluster."""
     import ray
 
     with join_cluster():
@@ -47,8 +47,8 @@ def collect_cluster_properties(libraries: Sequence[str]) -> MachineProperties:
 
 
 def rank_environment() -> dict[str, str]:
-    """Return the environment variables of this process that ranks and actors on other machines need: variables that a
-    worker sets for its stage, and settings of numeric libraries."""
+    """Return the environment variables of this process that ranks and actors on other machines need, such as `HF_HOME`,
+    `OMP_NUM_THREADS`, and all variables whose names begin with `NCCL_` or `TORCH`."""
     environment = _select_environment_variables(_RANK_ENVIRONMENT_NAMES, _RANK_ENVIRONMENT_PREFIXES)
     environment.pop("VLLM_HOST_IP", None)  # remove the address of this machine, which is wrong on other machines
     return environment
@@ -67,8 +67,9 @@ def _select_environment_variables(variable_names: Collection[str], name_prefixes
 
 
 def with_environment(environment: Mapping[str, str], wrapped_function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a picklable function that sets environment variables, and then loads and calls `wrapped_function`: the
-    libraries that are imported then, such as huggingface_hub, read their variables at import."""
+    """Return a picklable function that sets the variables `environment`, then unpickles and calls `wrapped_function`.
+    The variables are set first, because unpickling imports libraries, such as huggingface_hub, that read them at
+    import."""
     from ray import cloudpickle
 
     return partial(_call_with_environment, environment, cloudpickle.dumps(wrapped_function))

@@ -1,6 +1,7 @@
 """Ray actor that runs the program of one rank.
 
-This module imports no large packages. `run` imports them with the program, without garbage collection, which is faster.
+This module imports no large packages: `Rank.run` imports them with the program, without garbage collection, which is
+faster.
 """
 
 import threading

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 
 PENALTY_REWARDS = frozenset({"overlong"})
-"""Names of packaged reward functions that only subtract: their maximum is 0, whereas others can return 1."""
+"""Names of packaged reward functions that are penalties: the best value of a penalty is 0, that of other functions is
+1."""
 
 RewardConfig: TypeAlias = "dict[str, float] | RemoteRewardConfig"
 """Reward functions with their weights in the total reward, or the settings of the rewards of a remote service."""
@@ -230,10 +231,10 @@ def _to_finite_float(returned_number: Any, message_prefix: str) -> float:
 def full_reward(
     rewards: RewardConfig, data_source: str = "", metrics: Mapping[str, float] = MappingProxyType({})
 ) -> float | None:
-    """Return the total reward of a completion for which each reward function of positive weight returns 1 and no
-    penalty applies; None if there is no such function. Unless `metrics`, the metrics of the completion's score, is
-    empty, functions without a metric in it do not count. A function of negative weight adds its metric times its
-    weight."""
+    """Return the total reward of a completion for which each reward function of positive weight returns 1, without
+    penalties; None if there is no such function. `data_source`, the name of the prompt's data set, selects the weights.
+    Unless `metrics`, the metrics of the completion, is empty, only functions with a metric in `metrics` count; a
+    function of negative weight adds its weight times its metric."""
     if not isinstance(rewards, dict):
         return rewards.compute_full_reward(metrics)
     metric_name_by_reward, weight_by_reward = metric_names(rewards), reward_weights_of_source(rewards, data_source)
@@ -244,5 +245,6 @@ def full_reward(
 
 
 def has_full_reward(reward: float, full_reward: float | None) -> bool:
-    """Return whether a reward reaches the full reward (see `full_reward`), except for a rounding error."""
+    """Return whether a reward reaches the full reward (see the function `full_reward`), except for a rounding error;
+    False if the full reward is None."""
     return full_reward is not None and reward >= full_reward - 1e-9

@@ -50,8 +50,8 @@ _BOXED_INTEGER_PATTERN = re.compile(rf"\\boxed\{{{_INTEGER_PATTERN}\}}[\s$.]*")
 def boxed_math(to_be_evaluated: str, reference: str) -> float:
     """Return 1 if the completion's last LaTeX or plain expression equals the reference, else 0. The reference is LaTeX;
     without `$..$` or `\\boxed{}` it counts as boxed. In a reference in the format of GSM8K (`#### 72`), only the text
-    after `####` counts. A reference that cannot be parsed is invalid. `\\fbox`, a trailing full stop or comma, thin
-    spaces between digits, `6.02e23` and `0.\\overline{3}` are supported in both texts."""
+    after `####` counts. A reference that is no expression raises `ValueError`. `\\fbox`, a trailing full stop or comma,
+    thin spaces between digits, `6.02e23` and `0.\\overline{3}` are supported in both texts."""
     reference = _keep_last_boxed_answer(require_reference(require_reference(reference).rpartition("####")[2]))
     completion_answer = _keep_last_boxed_answer(to_be_evaluated)
     completion_match = _BOXED_INTEGER_PATTERN.fullmatch(completion_answer)

@@ -15,7 +15,8 @@ _MAX_TEXT_TOKENS = 77
 
 
 class ClipModel:
-    """CLIP model that embeds images and texts; `options.processor_path` names a processor in another folder."""
+    """CLIP model that embeds images and texts; the setting `options.processor_path` names a processor that is not in
+    the folder of the model."""
 
     def __init__(self, reward: str, settings: RewardModelSettings, model_path: str, processor_path: str = "") -> None:
         """Load the model that `settings` names, else the model `model_path` with the processor `processor_path`. Raise

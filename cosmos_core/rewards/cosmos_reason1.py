@@ -129,7 +129,8 @@ class CosmosReason1Reward:
 
 
 def fit_size(original_size: tuple[int, int], divisor: int, max_pixels: int) -> tuple[int, int]:
-    """Return the height and width nearest to a size that are multiples of `divisor`, at most `max_pixels` in total."""
+    """Return the height and width nearest to `original_size` that are multiples of `divisor`, with at most `max_pixels`
+    pixels in total."""
     height, width = (max(divisor, round(side / divisor) * divisor) for side in original_size)
     if height * width > max_pixels:
         scale_factor = math.sqrt(original_size[0] * original_size[1] / max_pixels)

@@ -33,7 +33,8 @@ _FETCH_TIMEOUT_SECONDS = 30.0
 _ENQUEUE_REFUSAL_CODES = {400, 401, 403, 404, 405, 411, 413, 415, 422}
 """HTTP status codes with which a service refuses an enqueue permanently, so that a retry cannot help."""
 _FETCH_REFUSAL_CODES = _ENQUEUE_REFUSAL_CODES - {400}
-"""HTTP status codes with which a service refuses a fetch permanently; 400 means that scores are not ready yet."""
+"""HTTP status codes with which a service refuses a fetch permanently. They do not include 400, which means that the
+scores are not ready yet."""
 _COOLDOWN_SECONDS = 5.0
 """Seconds for which a failed replica gets no new requests, unless the `Retry-After` header of its response has another
 number."""
@@ -47,7 +48,8 @@ class ServiceEndpoints:
     """Pairs of the enqueue URL and the fetch URL of each replica."""
     token: str = ""
     pins_replica: bool = True
-    """Whether to fetch the scores of a request from the replica that accepted it, which an HTTP header then names."""
+    """Whether each fetch of scores names, in an HTTP header, the replica that accepted the request and therefore has
+    the scores."""
 
     @property
     def auth_headers(self) -> dict[str, str]:
@@ -56,8 +58,9 @@ class ServiceEndpoints:
 
 
 def read_service_endpoints(environment_variables: Mapping[str, str] = os.environ) -> ServiceEndpoints:
-    """Return the endpoints of the reward service from environment variables, whose URLs are comma-separated. Raise
-    `RewardError` if a URL or the token is invalid, or the numbers of enqueue URLs and fetch URLs differ."""
+    """Return the endpoints of the reward service, read from environment variables with comma-separated URLs. Raise
+    `RewardError` if a URL is missing or invalid, if the token is invalid, or if the numbers of enqueue URLs and fetch
+    URLs differ."""
     enqueue_urls, fetch_urls = (
         [url for url_entry in environment_variables.get(name, "").split(",") if (url := url_entry.strip())]
         for name in (ENQUEUE_URL_VARIABLE, FETCH_URL_VARIABLE)
@@ -84,7 +87,8 @@ def read_service_endpoints(environment_variables: Mapping[str, str] = os.environ
 
 
 def _normalise_url(variable_name: str, url: str) -> str:
-    """Return a URL without trailing slashes; raise RewardError if the URL lacks a host or a path."""
+    """Return a URL without trailing slashes. Raise `RewardError` if the URL, which is in the environment variable
+    `variable_name`, is invalid or has no path."""
     try:
         url_parts = urlsplit(url)
         is_valid_url = url_parts.scheme in {"http", "https"} and bool(url_parts.hostname) and url_parts.port != 0
@@ -134,7 +138,8 @@ class MissingScoresError(Exception):
 
 
 class ServiceRequest:
-    """Request to a reward service, which is enqueued again if the service loses it, until its scores are fetched."""
+    """Request to a reward service. It is enqueued again whenever the service has lost it, until its scores are
+    fetched."""
 
     def __init__(
         self, service: ServiceEndpoints, http_client: httpx.AsyncClient, timeout_seconds: float, replicas: ReplicaState
@@ -146,9 +151,9 @@ class ServiceRequest:
         self._pause_seconds = _MIN_PAUSE_SECONDS
 
     async def fetch_results(self, request_body: bytes, reward_names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the reward service's response for each of `reward_names`. A response that is missing at the deadline
-        is replaced by an error. Raise `MissingScoresError` if all are missing, and `RewardError` if the service refuses
-        a request."""
+        """Send the request and return the service's response for each reward of `reward_names`. A response that is
+        missing at the deadline is replaced by a dict with the key `error`. Raise `MissingScoresError` if all responses
+        are missing, and `RewardError` if the service refuses a request."""
         idempotency_key, result_by_reward = str(uuid.uuid4()), dict[str, dict[str, Any]]()
         enqueue_pause_seconds = _MIN_PAUSE_SECONDS
         try:
@@ -197,7 +202,8 @@ class ServiceRequest:
                 await self._pause_before_retry(response, failure_text)
 
     async def _fetch_score(self, request_id: str, reward: str) -> dict[str, Any] | None:
-        """Return the response of the service for one reward function; None if the service has lost the request."""
+        """Return the response of the service for one reward function. None: the request must be enqueued again, because
+        the service has lost it or its replica does not respond."""
         uses_pinned_replica = self._pinned_replica_id and self._endpoints.pins_replica
         request_headers = {REPLICA_HEADER: self._pinned_replica_id} if uses_pinned_replica else {}
         url = self._endpoints.replica_urls[self._replica_index][1]

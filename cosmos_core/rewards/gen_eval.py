@@ -30,7 +30,7 @@ _SCORE_OF_OTHER_TAGS = -10.0
 
 @dataclass
 class Detection:
-    """Detected object: box (x0, y0, x1, y1), mask, and confidence of the detector."""
+    """Detected object: box (x0, y0, x1, y1) in pixels, mask of its pixels, and confidence of the detector."""
 
     box: tuple[float, float, float, float]
     mask: np.ndarray
@@ -144,8 +144,9 @@ def has_requested_objects(
 def strict_score(
     object_requests: ObjectRequests, objects: ObjectsByClass, colors: ColorsByClass, *, ignores_extra: bool = False
 ) -> tuple[float, bool]:
-    """Return the fraction of the object requests that an image meets, with partial credit, and whether it meets all
-    exactly. With `ignores_extra`, only as many of the most confident objects of a class count as were requested."""
+    """Return a score of how well an image meets the object requests, and whether it meets all of them exactly. The
+    score is the mean over the requested counts, colours and positions; a count that is met in part has a score below 1.
+    With `ignores_extra`, only as many of the most confident objects of a class count as were requested."""
     matches_by_request: list[Sequence[Detection] | None] = []
     partial_scores: list[float] = []
     for object_request in object_requests:

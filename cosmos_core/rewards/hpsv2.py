@@ -1,4 +1,5 @@
-"""Human preference score of an image: HPS v2.1 (arXiv 2306.09341), the cosine of a fine-tuned CLIP ViT-H-14.
+"""Human preference score of an image: HPS v2.1 (arXiv 2306.09341), the cosine similarity of prompt and image in a
+fine-tuned CLIP ViT-H-14.
 
 The published checkpoint needs the package `hpsv2`; a checkpoint in the format of transformers needs no other package.
 """

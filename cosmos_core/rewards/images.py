@@ -1,4 +1,4 @@
-"""Conversion of images and videos to frames and arrays, for the rewards that score them."""
+"""Conversion of images and videos to lists of frames (PIL images), for the rewards that score them."""
 
 from typing import Any
 

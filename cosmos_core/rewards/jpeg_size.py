@@ -12,7 +12,8 @@ _BYTES_PER_SCORE_UNIT = 100_000.0
 
 
 class JpegSizeReward:
-    """Reward model with the score `jpeg_size`, minus the JPEG size in 100 kB; `options.quality` is the JPEG quality."""
+    """Reward model with the score `jpeg_size`: the negative size of an image as JPEG, in units of 100 kB.
+    `options.quality` is the JPEG quality."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         self._jpeg_quality = int(settings.options.get("quality", _DEFAULT_JPEG_QUALITY))
@@ -31,5 +32,5 @@ class JpegSizeReward:
 
 
 def jpeg_size(to_be_evaluated: str, reference: str, *, media: Any, custom: Any = None) -> float:
-    """Return minus the size of the image as JPEG, in units of 100 kB; `[custom.jpeg_size]` sets `quality`."""
+    """Return the negative size of the image as JPEG, in units of 100 kB; `[custom.jpeg_size]` sets `quality`."""
     return score_item("jpeg_size", RewardInput(media=media), custom)[0]

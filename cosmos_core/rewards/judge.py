@@ -1,4 +1,4 @@
-"""Reward of a language model behind an OpenAI-compatible server, which judges completions by a rubric."""
+"""Reward from a language model that judges completions by a rubric, behind an OpenAI-compatible server."""
 
 import asyncio
 import hashlib
@@ -82,8 +82,8 @@ def _build_request(judge_config: Mapping[str, Any], template_fields: Mapping[str
 
 
 def _parse_judge_score(reply_text: str, highest_score: int) -> float | ValueError:
-    """Return the score in a judge's reply, whose JSON can have text around it; a `ValueError` if the reply has no valid
-    score."""
+    """Return the score from 0 to `highest_score` in a judge's reply, which can have text around its JSON; return a
+    `ValueError` if the reply has no valid score or several scores."""
     reply_text = reply_text.rpartition("</think>")[2]
     scores, start = [], reply_text.find("{")
     while start >= 0:

@@ -29,8 +29,8 @@ START_TIMEOUT_SECONDS = 120.0
 _WAIT_INTERVAL_SECONDS = 1.0
 
 _EXIT_PAUSE_SECONDS = 0.1
-"""Pause in seconds after a worker process has ended, so that pebble reads the last acknowledgement from it. Without the
-pause, the call in that process would fail only at its deadline."""
+"""Pause in seconds after a worker process has ended, so that pebble reads the last acknowledgement of a call from it.
+Without the pause, the call in that process would fail only at its deadline."""
 
 
 class WorkerPool(ABC):

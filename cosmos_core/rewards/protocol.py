@@ -22,11 +22,11 @@ PING_PATH = "/api/reward/ping"
 LATENT_ATTR_PATH = "/api/reward/latent_attr"
 
 REPLICA_HEADER = "X-Lepton-Replica-Target"
-"""HTTP header of a pull (request for scores), which names the replica that holds the scores."""
+"""HTTP header of a pull, the request for scores. The value of the header names the replica that has the scores."""
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 """HTTP header of an enqueue with the uuid of the request, so that a request that is sent twice is scored once."""
 STATE_HEADER = "X-Reward-State"
-"""HTTP header of the response to a pull without scores: `pending`, or `unknown` if the service lacks the request."""
+"""HTTP header of a response without scores: `pending`, or `unknown` if the service does not have the request."""
 
 MAX_JSON_BYTES = 16 * 2**20
 _MAX_NPY_HEADER_BYTES = 4096

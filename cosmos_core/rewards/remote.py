@@ -151,8 +151,8 @@ class RemoteRewards:
                 _record_scores(reward_function, metric_name, result_by_function[reward_function.name], batch_scores)
 
     def _encode_body(self, requests: Sequence[Mapping[str, Any]]) -> bytes:
-        """Return the HTTP body that requests the scores of a batch: images of shape B, H, W, C, videos or latents of B,
-        C, T, H, W, or texts."""
+        """Return the HTTP body that requests the scores of a batch: images of shape B, H, W, C, videos or latents of
+        shape B, C, T, H, W, or texts."""
         media: list[Any] = [request.get("media") for request in requests]
         # Send positive weights, because the service skips functions whose weight is not above 0.
         sent_weights = {item.name: item.weight if item.weight > 0 else 1.0 for item in self._config.reward_fns}
@@ -195,7 +195,8 @@ class RemoteRewards:
 def _record_metrics(
     reward_function: RewardFunctionConfig, response: Mapping[str, Any], batch_scores: Sequence[_CompletionScores]
 ) -> None:
-    """Record the numbers of a response of the service, other than the reward itself, as metrics, without clipping."""
+    """Add the numbers in a response of the service, other than the reward itself, to the metrics of each completion of
+    a batch, without clipping."""
     score_columns = response.get("scores")
     for score_key, score_column in score_columns.items() if isinstance(score_columns, dict) else ():
         for i, completion_scores in enumerate(batch_scores):
@@ -251,7 +252,8 @@ def _has_item_failed(scores: Mapping[str, Any], i: int) -> bool:
 
 
 def _read_finite_number(score_column: Any, i: int, num_items: int) -> float | None:
-    """Return entry `i` of a score column as a float; None if it is not finite, or the column has another length."""
+    """Return entry `i` of a score column as a float. None: the entry is not a finite number, or the column does not
+    have `num_items` entries."""
     raw_number = score_column[i] if isinstance(score_column, list) and len(score_column) == num_items else None
     if not isinstance(raw_number, int | float) or isinstance(raw_number, bool):
         return None

@@ -173,7 +173,8 @@ def open_model(reward_name: str, custom_table: Mapping[str, Any] | None) -> Scor
 def score_item(
     reward_name: str, item: RewardInput, custom_table: Mapping[str, Any] | None
 ) -> tuple[float, dict[str, float]]:
-    """Return one item's score by the model of a built-in reward; raise `ValueError` if the item has no score."""
+    """Return an item's score by the model of a built-in reward, and the further scores of the item by name; raise
+    `ValueError` if the item has no score."""
     score_columns, item_errors = replace_nonfinite(open_model(reward_name, custom_table).score([item]), 1)
     score_by_key = {k: v[0] for k, v in score_columns.items() if isinstance(v, list) and isinstance(v[0], int | float)}
     main_score = score_by_key.pop(next(iter(score_columns)), None)

@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 _LOAD_SECONDS = 900.0  # maximum number of seconds to load the rewards, which may first download their models
 _MAX_BROKEN_POOLS = 3  # maximum number of broken pools per call of `score`; an idle process that dies breaks its pool
 _MAX_TIMEOUTS = 4
-"""Number of calls of a reward function, per worker process, after which its other calls are cancelled if all of these
-timed out."""
+"""If the first calls of a reward function, as many as this number per worker process, have all timed out, its other
+calls are cancelled."""
 
 
 class _RewardResult(NamedTuple):

@@ -1,4 +1,4 @@
-"""Group source whose engines generate ahead of the training, with a bounded lag.
+"""Source of groups of completions whose engines generate ahead of the training, with a bounded lag.
 
 Each train step has its own prompts, in the order of the data, and waits for their groups. So the step that trains on a
 prompt does not depend on timing, no prompt is lost or used twice if a process dies, and long completions are not
@@ -52,8 +52,8 @@ class AsyncGroupSource:
     """Function called while the source waits for groups; an error that it raises ends the training."""
     num_extra_prompts: int = 0
     """Number of prompts that engines get in addition to those that `max_lag` allows, to stay busy; groups that become
-    too old are generated again. With `group_filter`, additional prompts only replace groups that it has dropped, or is
-    expected to drop; this number limits the latter."""
+    too old are generated again. With `group_filter`, additional prompts only replace groups that the filter has dropped
+    or, up to this number, is expected to drop."""
     max_steps_ahead: int | None = None
     """Maximum number of train steps whose groups are being generated or wait to be trained on; None: unbounded."""
     group_filter: GroupFilter | None = None
@@ -227,8 +227,8 @@ class AsyncGroupSource:
                 self._request_position += 1
 
     def _max_prefetched_prompts(self) -> int:
-        """Return how many prompts, counted from `_first_unused_position`, are sent to the engines before training needs
-        the groups of these prompts."""
+        """Return the maximum number of prompts, counted from `_first_unused_position`, that are sent to the engines in
+        advance, before the training needs the groups of these prompts."""
         # Count groups up to `last_allowed_step`, because `max_lag` forbids later steps to use the current weights.
         last_allowed_step = self.engine_fleet.version + self.max_lag
         num_prompts = self._count_groups_in_steps(last_allowed_step - self._next_step + 1)

@@ -37,8 +37,8 @@ class EngineDenoiser:
 
     model: "DiffusionModel"
     predict_velocity: Callable[..., Tensor]
-    """Function `(latents, sigma_B, text, num_conditioning_B)` that returns the flow velocity, 0 in conditioning
-    frames."""
+    """Function `(latents, sigma_B, text, num_conditioning_B)` that returns the flow velocity for noise levels, text
+    embeddings and numbers of conditioning frames; the velocity is 0 in conditioning frames."""
     use_weights: Callable[[str], AbstractContextManager[None]]
     """Function `(name)` whose context manager makes the denoiser use the weights with that name, such as `policy`, for
     inference."""
@@ -125,7 +125,8 @@ class Engine(Protocol):
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Replace all weights, bucket by bucket, and clear all caches. Completions in flight continue with the new
-        weights in a new segment. Raise `StageFailed` if a tensor is missing or unknown to the model."""
+        weights, and their later tokens form a new `Segment`. Raise `StageFailed` if a tensor is missing or unknown to
+        the model."""
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probability at temperature 1 of each token after the first, given the tokens before it."""
@@ -236,8 +237,8 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
     vision: ImageReader | None = None,
 ) -> Completion:
     """Return a completion of one turn; `vision` truncates it before the first image placeholder token.
-    `earlier_versions` has, for each version of the weights that was replaced during the completion, the number of
-    tokens at that time and the version."""
+    `ends_with_stop`: whether the last token is a stop token. `earlier_versions` has, for each version of the weights
+    that was replaced during the completion, the number of tokens at that time and the version."""
     if vision is not None and (num_text_tokens := vision.num_tokens_before_images(token_ids)) < len(token_ids):
         token_ids, logprobs, ends_with_stop = token_ids[:num_text_tokens], logprobs[:num_text_tokens], False
     segments, start = [], 0

@@ -1,7 +1,8 @@
 """Pool of rollout engines in separate processes, and the thread of the first rank that communicates with the engines.
 
 The thread sends prompts to the least loaded engines, collects groups, kills engines that hang, and reassigns requests
-of dead engines. The process that started an engine restarts it; it gets no prompts until it has weights again.
+of dead engines. A dead engine is restarted by the process that started it, and gets no prompts until it has weights
+again.
 """
 
 import logging

@@ -65,7 +65,7 @@ class EngineFleet:
         self.sleep_level = 0
         """1 if the engines share the trainer's GPUs and have slept since the last weight load; else 0."""
         self.version = -1
-        """The lowest version of weights among the engines that have weights."""
+        """The lowest version of weights among the engines that have weights; -1 before the first weight load."""
         self.send_missing_weights: Callable[[], object] = lambda: None
         """Function that sends the last published weights to engines without weights; all ranks call it together."""
         self._release_cached_memory()
@@ -82,7 +82,7 @@ class EngineFleet:
 
     @property
     def num_delta_bytes(self) -> int | None:
-        """Return the number of bytes that the last weight load sent to an engine; None if loads send all values."""
+        """Return the number of bytes that the last weight load sent to one engine; None if loads send all values."""
         return self._weight_transfer.num_sent_bytes if isinstance(self._weight_transfer, DeltaWeightTransfer) else None
 
     @property
@@ -182,7 +182,8 @@ class EngineFleet:
         self._pool.is_closed = True
 
     def _raise_on_all_ranks(self, error_record: tuple[str, str] | None) -> None:
-        """Raise an error of the first rank on all ranks; the first rank raises the original error if possible."""
+        """Raise an error of the first rank on all ranks. `error_record` has the name and message of the error; None: no
+        error. The first rank raises the original error if possible."""
         if error_record is not None:
             self.raise_thread_error()
             error_name, error_message = error_record

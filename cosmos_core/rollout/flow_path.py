@@ -27,7 +27,7 @@ VelocityFn = Callable[[Tensor, Tensor], Tensor]
 SHARED_NOISE_INDEX = -1
 """Value that replaces the completion number in the seed of the initial noise that all completions of a group share."""
 _STEP_WINDOW_SEED_OFFSET, _CONDITIONING_SEED = 0x77696E, 0x676976
-"""Offsets in the seeds of random numbers: those that choose windows of stochastic steps, and those that choose numbers
+"""Constants in the seeds of two random choices: that of the window of stochastic sampling steps, and that of the number
 of conditioning frames."""
 
 
@@ -45,7 +45,7 @@ class SamplingPath:
     transition_means: list[Tensor]
     """Means of the transitions of recorded steps; empty if `keeps_transition_means` is False."""
     log_probs: list[Tensor]
-    """Log-probabilities of the transitions: a tensor of shape B for each denoising step whose latents are kept."""
+    """Log-probabilities of the transitions: a tensor of shape B for each recorded step."""
     num_conditioning_B: Tensor | None = None
     """Number of conditioning frames of each sample, shape B; None: no conditioning frames."""
 
@@ -100,7 +100,8 @@ class ConditioningFrames:
 
 
 def num_conditioning_frames(count_range: tuple[int, int], max_frames: int, seed: int, step: int, prompt_id: int) -> int:
-    """Draw the number of conditioning frames for rollouts of a prompt in a train step, at most `max_frames`."""
+    """Draw the number of conditioning frames for rollouts of a prompt in a train step: between the bounds
+    `count_range`, which are reduced to at most `max_frames`."""
     min_frames, max_count = (min(count, max_frames) for count in count_range)
     return min_frames + int(shuffled_indices(max_count - min_frames + 1, seed, step, prompt_id, _CONDITIONING_SEED)[0])
 

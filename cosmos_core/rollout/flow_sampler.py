@@ -144,8 +144,8 @@ class FlowSamplerEngine(ModuleEngine):
 
 
 def decode_latents(model: Any, latents: Tensor, device: torch.device) -> Tensor:
-    """Decode latents on `device`, and return pixels as `to_uint8_pixels` does. A GPU decodes one sample at a time,
-    because a VAE needs gigabytes of memory for each sample."""
+    """Decode latents on `device`, and return the pixels as uint8 (B, [frames,] H, W, 3) on the CPU. A GPU decodes one
+    sample at a time, because a VAE needs gigabytes of memory for each sample."""
     decode_batch_size = len(latents) if device.type == "cpu" else 1
     with model.component_offload.keep_on_device():
         return torch.cat([to_uint8_pixels(model.decode(batch)) for batch in latents.split(decode_batch_size)])

@@ -77,7 +77,7 @@ class SyncGroupSource:
     sampling: Sampling
     progress: ProgressWriter
     batch_size: int
-    """Number of prompts that an engine processes at a time."""
+    """Number of prompts for which an engine generates completions at a time."""
     on_wait: Callable[[], None] = lambda: None
     """Function called after each generated batch and after scoring. An error that it raises stops the training: a stop
     signal to all processes of a job can also have ended processes of tools or rewards, so that results are invalid."""
@@ -119,7 +119,8 @@ class SyncGroupSource:
         return [groups_by_index[i] for i in range(len(prompts))]
 
     def sleep_until_next_step(self, step: int) -> None:
-        """Let the engine sleep during train step `step`, without its weights if new weights are loaded afterwards."""
+        """Let the engine sleep during train step `step`. If new weights are loaded after the step, the engine also
+        releases its weights."""
         self.engine.sleep(level=1 if (step + 1) % self.publish_interval else 2)
 
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:

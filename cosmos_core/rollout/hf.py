@@ -276,7 +276,8 @@ class HfEngine(ModuleEngine):
 
 
 class _PromptBatching(NamedTuple):
-    """Way to batch prompts of different lengths: with or without padding, and with or without positions."""
+    """Way to batch prompts of different lengths: with or without padding, and with or without token positions as model
+    input."""
 
     has_padding: bool
     """Whether shorter prompts are padded on the left; otherwise all prompts of a batch have equally many tokens."""

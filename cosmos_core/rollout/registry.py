@@ -45,7 +45,7 @@ def check_engine(backend: str, config: PretrainedConfig, folder: str, *, tp_size
 def make_engine(engine_settings: EngineSettings) -> Engine:
     """Return the rollout engine of this rank, which `rollout.backend` names; an `hf` engine if the named one cannot be
     imported. Leave random states and the environment unchanged. Raise a `ConfigError` if the engine does not support
-    the model or its settings."""
+    the model or the settings in `engine_settings`."""
     backend = engine_settings.rollout.backend
     if engine_settings.flow is not None:
         # Do not wrap the engine of a diffusion model, because it distributes samples over the ranks itself.

@@ -30,8 +30,8 @@ same engines."""
 
 
 class EngineProcess(NamedTuple):
-    """Engine of the pool, and the process in which it ran when a weight load began; a new process can replace it
-    later."""
+    """Engine of the pool, and the process in which it ran when a weight load began. A new process of the engine can
+    replace that process later."""
 
     engine: PooledEngine
     description: EngineDescription | None
@@ -54,7 +54,8 @@ class WeightLoad:
         self, method: str, arguments: Sequence[tuple[Any, ...]], shared_value: Any = None, positions: Sequence[int] = ()
     ) -> list[Future[Any]]:
         """Call a method of each engine of the load, or only of those at `positions`, without waiting; `arguments` has
-        one tuple per call. Return the futures of the replies."""
+        one tuple per call, and `shared_value`, unless it is None, is the last argument of each. Return the futures of
+        the replies."""
         processes = [self.processes[i] for i in positions] if positions else self.processes
         engine_calls = zip(processes, arguments, strict=True)
         replies = [p.engine.handle.call(method, *call_args, shared_value=shared_value) for p, call_args in engine_calls]
@@ -111,8 +112,8 @@ class DeltaWeightTransfer:
         self.up_to_date_processes: list[EngineDescription | None] = []
         """Engine processes that have loaded all of `buckets`."""
         self.num_sent_bytes = 0
-        """Number of bytes that the last weight load sent to an engine, if possible to one that had the previous
-        weights."""
+        """Number of bytes that the last weight load sent to one engine: one that had the previous weights, if there was
+        any."""
 
     def open_link(self, weight_load: WeightLoad) -> "DeltaWeightLink":
         """Return the sender of the buckets of one weight load."""

@@ -18,7 +18,8 @@ from cosmos_core.rollout.vllm import import_vllm, set_environment
 from cosmos_core.rollout.vllm_process import restore_process_state
 
 _MAX_BUFFER_BYTES = (1 << 63) - 1
-"""Size in bytes of vLLM's receive buffers; its maximum makes vLLM receive each bucket by one broadcast."""
+"""Size in bytes of vLLM's receive buffers: the largest 64-bit integer, so that vLLM receives each bucket by one
+broadcast."""
 
 
 class WeightTransport:
@@ -49,8 +50,8 @@ class WeightTransport:
         """Send the bucket in the send buffer to the rollout engines, and wait until it is sent."""
 
     def broadcast_failure(self, failure_reason: str) -> str:
-        """Return why the first rank's transfer of a bucket failed, on each rank that took part in it; empty: it
-        succeeded."""
+        """Return, on each rank that sends buckets, the reason why the first rank's transfer of a bucket failed; empty
+        if it succeeded."""
         return failure_reason
 
     def abort(self) -> None:

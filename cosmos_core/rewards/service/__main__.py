@@ -47,7 +47,7 @@ def main() -> int:
 
 async def serve(config: ServiceConfig, ready_file: Path | None = None) -> int:
     """Run the HTTP server of the reward service until a signal, then finish the accepted requests; return the exit
-    code."""
+    code. The URL of the service is written to `ready_file` when the service accepts requests."""
     token = config.read_token()
     for setting in config.ineffective_settings:
         log.warning("%s has no effect in this service", setting)
@@ -101,7 +101,8 @@ class _Server(uvicorn.Server):
         self._drain_future: Future[None] | None = None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Start to finish the accepted requests, then exit; uvicorn calls this method on a signal."""
+        """Finish the accepted requests after the first signal, and exit then; exit at once after a second signal.
+        uvicorn calls this method on a signal."""
         if self._drain_future is None and self.started:
             log.info("%s: finishing %d requests", signal.Signals(sig).name, len(self._engine.pending_requests))
             self._drain_future = asyncio.run_coroutine_threadsafe(self._drain_and_exit(), self._event_loop)

@@ -106,7 +106,8 @@ class ServiceConfig(Table):
     port: Port = 8080
     """Port on which the service listens; 0: any free port."""
     authentication: Literal["auto", "on", "off"] = "auto"
-    """Whether requests need the token in `token_env`; `auto`: if it is set, or other machines can reach the service."""
+    """Whether requests need the token in `token_env`; `auto`: they do if the token is set, or if other machines can
+    reach the service."""
     token_env: str = "REMOTE_REWARD_TOKEN"
     """Environment variable with the token that requests must have."""
     queue: Literal["memory", "redis"] = "memory"
@@ -122,7 +123,8 @@ class ServiceConfig(Table):
     max_body_bytes: PositiveInt = 256 * 2**20
     """Maximum size of a request in bytes."""
     max_pending_bytes: PositiveInt = 2**30
-    """Maximum bytes of waiting requests, of decoded videos and of scores in memory; clients retry after status 429."""
+    """Maximum bytes of waiting requests, above which clients receive status 429 and retry. The same limit applies
+    separately to decoded videos and to scores in memory."""
     max_pending: PositiveInt = 1024
     """Maximum number of requests that wait for scores or are being read."""
     result_seconds: PositiveFloat = 3600.0

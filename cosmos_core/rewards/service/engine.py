@@ -1,7 +1,7 @@
 """Core of the reward service: acceptance, decoding and scoring of requests, and storage of their results.
 
-A request is accepted when it is in the store. From then on, each of its rewards stores exactly one result, even if
-processes die, and with Redis even if the service dies. HTTP is in `app.py`, processes are in `pool.py`.
+A request is accepted when it is in the store. From then on, exactly one result is stored for each of its rewards, even
+if processes die, and with Redis even if the service dies. HTTP is in `app.py`, processes are in `pool.py`.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Parsing and validation of one request before any reward receives it."""
+"""Parsing and validation of one request to the reward service, before any reward receives it."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field

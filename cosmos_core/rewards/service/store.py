@@ -9,7 +9,8 @@ from typing import Any
 
 
 class MemoryStore:
-    """In-memory store of at most `max_entries` scores and `max_bytes` bytes; each expires after `retention_seconds`."""
+    """In-memory store of at most `max_entries` scores with at most `max_bytes` bytes in total; a score expires after
+    `retention_seconds`."""
 
     def __init__(self, retention_seconds: float, max_entries: int, max_bytes: int) -> None:
         self._retention_seconds, self._max_entries, self._max_bytes = retention_seconds, max_entries, max_bytes
@@ -33,7 +34,8 @@ class MemoryStore:
         return uuid in self._unfinished_uuids
 
     async def put(self, uuid: str, reward_name: str, scores_json: str) -> None:
-        """Store the scores of one reward for the request `uuid` as JSON text; scores that exist already are kept."""
+        """Store the scores of one reward for the request `uuid` as JSON text; do nothing if the store already has these
+        scores."""
         if (uuid, reward_name) in self._scores:
             return
         self._scores[uuid, reward_name] = time.monotonic() + self._retention_seconds, scores_json
