@@ -26,7 +26,8 @@ _PEFT_SETTING_NAMES = {
     "r": "r", "lora_alpha": "lora_alpha", "target_modules": "target_modules", "use_rslora": "use_rslora",
     "modules_to_save": "modules_to_save", "alpha_pattern": "alpha_pattern", "r_pattern": "rank_pattern",
 }  # fmt: skip
-"""Keys of `policy.lora` that a saved adapter also stores, mapped to the names in its file `adapter_config.json`."""
+"""Keys of `policy.lora` whose settings are also in the file `adapter_config.json` of a saved adapter, mapped to their
+keys in this file."""
 _UNCHECKED_LORA_SETTINGS = {
     *_PEFT_SETTING_NAMES.values(), "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "target_parameters", "inference_mode", "exclude_modules", "lora_dropout", "init_lora_weights",
@@ -38,8 +39,8 @@ _INITS_CHANGING_BASE_WEIGHTS = ("pissa", "olora", "corda", "loftq")
 def load_adapter_config(lora: LoraConfig, tied_module_names: Sequence[str] = ()) -> peft.LoraConfig:
     """Return PEFT's settings of the saved LoRA adapter in the folder `lora.lora_path`, with the dropout of `lora`
     unless that is 0. Raise ConfigError if another setting in `lora` differs from the saved one. Raise ModelError if the
-    adapter is missing, is of an unsupported kind, or has a weight of its own for one of several modules that share one
-    weight in the model, `tied_module_names`."""
+    adapter is missing, is of an unsupported kind, or has a separate weight for one of the modules `tied_module_names`,
+    which share one weight in the model."""
     adapter_folder = _resolve_adapter_folder(lora)
     error_prefix = f"{_LORA_PATH_KEY} = '{adapter_folder}'"
     try:
@@ -84,9 +85,9 @@ def load_adapter_config(lora: LoraConfig, tied_module_names: Sequence[str] = ())
 
 
 def load_adapter_weights(model: PreTrainedModel, lora_config: LoraConfig) -> None:
-    """Load the weights of the saved LoRA adapter in the folder `lora_config.lora_path` into the adapter of `model`; if
-    the model is on the meta device, only check them. Raise ModelError if the weights are missing or damaged, or belong
-    to another model or adapter."""
+    """Load the weights of the saved LoRA adapter in the folder `lora_config.lora_path` into the adapter that `model`
+    already has; if the model is on the meta device, only check them. Raise ModelError if the weights are missing or
+    damaged, or belong to another model or adapter."""
     file = _resolve_adapter_folder(lora_config) / "adapter_model.safetensors"
     if not file.exists() and (cosmos_rl_file := file.with_name("model.safetensors")).exists():
         file = cosmos_rl_file  # Cosmos-RL saves adapters of diffusion models as model.safetensors

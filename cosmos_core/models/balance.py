@@ -40,8 +40,9 @@ class LoadBalancingSettings:
 
 
 def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> LoadBalancingSettings | None:
-    """Return the settings of the load-balancing loss of a model, of which `coefficient` is the weight; None if it is 0.
-    Raise ConfigError if transformers has no load-balancing loss for the model."""
+    """Return the settings of the load-balancing loss of a model; `coefficient` is the factor of this loss in the total
+    loss. Return None if `coefficient` is 0. Raise ConfigError if transformers has no load-balancing loss for the
+    model."""
     if not coefficient:
         return None
     config: Any = model.config.get_text_config()
@@ -72,9 +73,9 @@ def sequence_index_inputs(row_inputs: dict[str, Any], sequence_lengths: Sequence
 def load_balancing_loss(
     loss_settings: LoadBalancingSettings, router_logits: Sequence[Tensor], sequence_index_M: Tensor, num_sequences: int
 ) -> Tensor:
-    """Return the load-balancing loss of a micro-batch from the router logits ME of each layer: the sum of the losses of
-    its sequences, each times its number of tokens and the coefficient. Padding has the sequence index `num_sequences`.
-    """
+    """Return the load-balancing loss of a micro-batch: the sum of the losses of its sequences, each multiplied by its
+    number of tokens and the coefficient. `router_logits` has the logits ME of each layer, and `sequence_index_M` the
+    index of each token's sequence; padding has the index `num_sequences`."""
     shape_RE = (num_sequences + 1, loss_settings.num_experts)
     router_logits = [logits_ME.flatten(0, -2) for logits_ME in router_logits]
     sum_dtype = torch.promote_types(router_logits[0].dtype, torch.float32)

@@ -69,8 +69,8 @@ class Batch:
 
 
 OutputSpec = Any
-"""Type of the outputs that an update requests: `scorer.RequestedOutputs` for token models, `denoiser.RequestedOutputs`
-for diffusion models, or None for the default outputs (`ModelAdapter.default_outputs`)."""
+"""Type of a request for model outputs in an update (an optimizer step): `scorer.RequestedOutputs` for token models,
+`denoiser.RequestedOutputs` for diffusion models, or None for the default outputs (`ModelAdapter.default_outputs`)."""
 
 LossFn = Callable[[Any, dict[str, Tensor]], Tensor | None]
 """Function from a micro-batch and the raw outputs of the model, by name, to the loss of the micro-batch; it returns
@@ -81,7 +81,7 @@ class MicroBatchRunner(Protocol):
     """Base class for running micro-batches through a model, sequentially or through pipeline stages."""
 
     root_modules: Sequence[nn.Module]
-    """Modules to which FSDP was applied, and which are called instead of the model."""
+    """Root modules of FSDP, which wrap the model (or its pipeline stages) and are called in its place."""
 
     def rows_per_micro_batch(self, max_rows: int) -> int:
         """Return the number of rows of each micro-batch; `max_rows` is the maximum number of rows in the model at the
@@ -89,9 +89,9 @@ class MicroBatchRunner(Protocol):
         return max_rows
 
     def num_micro_batches(self, num_batches: int, max_rows: int) -> int:
-        """Return the number of micro-batches to run for `num_batches` micro-batches with samples, plus the empty ones
-        that the runner adds, because pipeline schedules require certain numbers; `max_rows` is the maximum number of
-        rows in the model at the same time."""
+        """Return the number of micro-batches to run for `num_batches` micro-batches with samples. This number includes
+        the empty ones that the runner adds if a pipeline schedule requires a certain number. `max_rows` is the maximum
+        number of rows in the model at the same time."""
         return num_batches
 
     def run(
@@ -159,7 +159,8 @@ class ModelAdapter(Protocol):
         """Start the process that will verify the export, because the process takes seconds to import its libraries."""
 
     def num_tokens(self, sample: Any) -> int:
-        """Return the cost of a sample in tokens, for micro-batches of similar cost and for the reported speed."""
+        """Return the size of a sample in tokens, by which micro-batches of similar cost are formed and tokens per
+        second are counted."""
 
     def batching_key(self, sample: Any) -> Any:
         """Return a sortable key of a sample. Only samples with equal keys can be in the same micro-batch."""
@@ -172,10 +173,10 @@ class ModelAdapter(Protocol):
     def arrange_micro_batches(
         self, samples: Sequence[Any], sorted_indices: Sequence[int], max_rows: int, num_ranks: int
     ) -> list[list[int]] | None:
-        """Return an arrangement of samples in micro-batches, as lists of indices of samples, that needs less
-        computation than batches of `max_rows` samples of similar cost; None: use such batches instead. Of all `samples`
-        of the update, those at `sorted_indices` are arranged, which have equal batching keys, by descending cost. The
-        `num_ranks` data-parallel ranks get the micro-batches in turn."""
+        """Return micro-batches, as lists of indices in `samples` (the samples of the update), that need less
+        computation than micro-batches of `max_rows` samples of similar cost; None: the trainer forms such
+        micro-batches. `sorted_indices` are the indices of the samples to arrange, which have equal batching keys, in
+        the order of descending cost. The `num_ranks` data-parallel ranks get the micro-batches in turn."""
         return None
 
     def collate(self, samples: Sequence[Any], indices: Sequence[int], padding_sample: Any) -> Any:
@@ -193,9 +194,9 @@ class ModelAdapter(Protocol):
         """Return the outputs of each sample of a micro-batch, without padding."""
 
     def attach_loss_derivative(self, batch: Any, loss: Callable[[MicroBatch], Tensor]) -> Any:
-        """Return `batch` with one more field, the derivative of the function `loss` with respect to the outputs of the
-        model, so that the forward pass can already compute gradients. The derivative must not depend on the outputs. By
-        default, return `batch` unchanged."""
+        """Return `batch` with the derivative of the function `loss` with respect to the outputs of the model in an
+        additional field, so that the forward pass can already compute gradients. The derivative must not depend on the
+        values of the outputs. By default, return `batch` unchanged."""
         return batch
 
     def check_parallel_plan(self) -> None:

@@ -79,7 +79,8 @@ class InputProcessing(NamedTuple):
     processor_files: Mapping[str, bytes] = {}
     """Content of the processor files that exports include, by path in the model's folder."""
     num_token_ids: int | None = None
-    """Number of token ids of the tokenizer, if the output head has more rows; None: all rows are token ids."""
+    """Number of token ids of the tokenizer, which the output head can exceed; None: each row of the output head is a
+    token id."""
 
 
 def make_input_processing(
@@ -108,8 +109,8 @@ class CausalLM(ModelAdapter):
         mesh: Mesh | None = None,
         load_balancing: LoadBalancingSettings | None = None,
     ) -> None:
-        """Parallelise the model over the mesh and prepare it for training. Each update adds the load-balancing loss of
-        experts with the settings `load_balancing`; None: no such loss."""
+        """Parallelise the model over the mesh and prepare it for training. `load_balancing` has the settings of the
+        load-balancing loss of experts, which is added to the loss of each optimizer step; None: no such loss."""
         self.model, self.mesh, self.has_model_loss = model, mesh, load_balancing is not None
         self.device = torch.device(mesh.dp.device_type) if mesh else model.device
         self.meta_copy = copy_without_weights(model) if mesh else None
@@ -153,9 +154,9 @@ class CausalLM(ModelAdapter):
     def arrange_micro_batches(
         self, samples: Sequence[Sample], sorted_indices: Sequence[int], max_rows: int, num_ranks: int
     ) -> list[list[int]] | None:
-        """Return micro-batches, as lists of indices of samples. If packed rows can share prompts, a micro-batch has
-        completions of the same prompt; otherwise, padded rows of similar length. None: micro-batches of equal numbers
-        of rows need hardly more computation.
+        """Return micro-batches, as lists of indices in `samples`. If packed rows can share prompts, a micro-batch has
+        completions of the same prompt, otherwise padded rows of similar length. Return None if micro-batches of equal
+        numbers of rows need hardly more computation.
 
         Samples without rollout log-probabilities (SFT) are not rearranged, because another order of summation would
         round gradients differently.
@@ -280,8 +281,8 @@ class CausalLM(ModelAdapter):
         return runner
 
     def _enable_packed_rows(self, runner: MicroBatchRunner) -> None:
-        """Enable packed rows, or use padded rows if the model does not support packing; raise ModelError if context
-        parallelism needs packing."""
+        """Enable packed rows in `runner`'s model; if the model does not support them, use padded rows or, with context
+        parallelism, which needs packed rows, raise ModelError."""
         mesh = self.mesh
         compute_dtype = getattr(torch, self._train_config.param_dtype)
         fsdp_roots = runner.root_modules if mesh else ()

@@ -26,7 +26,7 @@ from cosmos_core.observe.console import make_console
 
 _PROBE_PROMPTS = ["7 red apples on a table", "a cat"]
 _VELOCITY_TOLERANCE = 1e-4
-"""Maximum difference between the velocities of this package and the pipeline, as a fraction of the largest one."""
+"""Maximum difference between the velocities of this package and the pipeline, as a fraction of the largest velocity."""
 _FAILURE = "does not do what it should: "
 """Text with which the message of a failed check begins."""
 

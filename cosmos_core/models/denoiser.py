@@ -52,7 +52,9 @@ class Denoiser(ModelAdapter):
         self, model: Any, family: DiffusionModel, train_config: TrainConfig, mesh: Mesh | None = None,
         model_class: str | None = None,
     ) -> None:  # fmt: skip
-        """Shard the denoiser `model`, including a LoRA adapter, over the mesh and prepare the model for training."""
+        """Prepare the denoiser `model`, which can include a LoRA adapter, for training, sharded over the mesh. `family`
+        is the rest of its pipeline. `model_class` is the import path of a user-defined family; None: the family is
+        built in."""
         self.model, self.family, self.mesh, self._model_class = model, family, mesh, model_class
         self.device = torch.device(mesh.dp.device_type) if mesh else next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
@@ -104,7 +106,8 @@ class Denoiser(ModelAdapter):
         prestart_interpreter(verify_pipeline.__module__)
 
     def num_tokens(self, sample: FlowSample) -> int:
-        """Return the cost of a sample in a micro-batch: the number of elements of one channel of its latents."""
+        """Return the size of a sample, by which micro-batches of similar cost are formed: the number of elements of one
+        channel of its latents."""
         return sample.latents[0].numel()
 
     def batching_key(self, sample: FlowSample) -> Any:

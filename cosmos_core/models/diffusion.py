@@ -31,7 +31,7 @@ VelocityFn = Callable[..., Tensor]
 """Function from `(latents, sigma_B, text, num_conditioning_B)` to the velocity that a denoiser predicts."""
 
 _MAX_SIGMA_DIFFERENCE = 1e-5
-"""Maximum difference between two tables of noise levels that counts as rounding."""
+"""Maximum difference between computed noise levels and those of a scheduler that is attributed to rounding."""
 
 
 class DiffusionModel:
@@ -95,8 +95,10 @@ class DiffusionModel:
         """Return the `num_steps` + 1 noise levels of the pipeline's scheduler, from noise to 0, in float64; raise
         ConfigError if the scheduler is not that of a rectified flow, or its levels do not fall from at most 1 to 0.
 
-        Levels are computed without the rounding of integer timesteps. The scheduler's own float32 table is returned if
-        it differs from them."""
+        The levels are computed with the formula of the scheduler, without its rounding to integer timesteps. If the
+        float32 levels of the scheduler itself differ from the computed ones by more than rounding, they are returned
+        instead.
+        """
         if self.schedule == "karras":
             # Use 1 if the scheduler has no sigma range: the computed levels then differ, so its own table is returned.
             max_sigma, min_sigma = (float(self.scheduler.get(name) or 1) for name in ("sigma_max", "sigma_min"))
@@ -130,7 +132,8 @@ class DiffusionModel:
         return noisy_latents if trained_mask is None else trained_mask * noisy_latents + (1 - trained_mask) * latents
 
     def trained_frames_mask(self, latents: Tensor, num_conditioning_B: Tensor | None) -> Tensor | None:
-        """Return a mask (B, 1, F, 1, 1) with 1 for trained and 0 for conditioning frames; None: all are trained."""
+        """Return a mask (B, 1, F, 1, 1) with 1 for trained frames and 0 for the first `num_conditioning_B` frames of
+        each sample; None: all frames are trained."""
         if num_conditioning_B is None or not num_conditioning_B.any():
             return None
         return flow.trained_frames_mask(latents, num_conditioning_B).to(latents.dtype)
@@ -162,12 +165,13 @@ class DiffusionModel:
         return velocity if trained_mask is None else velocity * trained_mask
 
     def velocity_of(self, output: Tensor, latents: Tensor) -> Tensor:
-        """Return the velocity from the output of the denoiser, which for some models also contains a predicted
-        variance."""
+        """Return the velocity that `output`, the output of the denoiser for `latents`, contains. The denoisers of some
+        models also predict a variance, in further channels of the output."""
         return output.chunk(2, dim=1)[0] if output.shape[1] == 2 * latents.shape[1] else output
 
     def latents_in(self, hidden_states: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Convert `hidden_states`, an input or output of the denoiser, to latents of shape `shape` per sample."""
+        """Convert `hidden_states`, an input or output of the denoiser (tokens in some families), to latents with the
+        shape `shape` of one sample."""
         return hidden_states
 
     def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
@@ -187,8 +191,9 @@ class DiffusionModel:
         raise NotImplementedError(type(self).__name__)
 
     def pipeline_with_logprob(self, sample: Callable[..., Any], predict: VelocityFn, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of `sample(predict, ...)`. `sample` is a sampler that also returns the log-probabilities of
-        its steps, and `predict` computes the velocity. A subclass can override this method to change the sampling."""
+        """Return the result of `sample(predict, *args, **kwargs)`. `sample` is a sampler that also returns the
+        log-probabilities of its steps, and `predict` computes the velocity. A subclass can override this method to
+        change the sampling."""
         return sample(predict, *args, **kwargs)
 
     @cached_property
@@ -284,8 +289,8 @@ class DiffusionModel:
         return self._load_component("vae")
 
     def make_pipeline(self, components: Mapping[str, Any]) -> Any:
-        """Build the diffusers pipeline from `components`, by name; other components that its constructor requires are
-        None or the `component_placeholders`."""
+        """Build the diffusers pipeline from `components`, by name. Other components that the constructor of the
+        pipeline requires are those of `component_placeholders` or None."""
         pipeline_class = self.folder.pipeline_class
         constructor_parameters = inspect.signature(pipeline_class).parameters.values()
         unset_components = {p.name: None for p in constructor_parameters if p.default is inspect.Parameter.empty}
@@ -333,8 +338,7 @@ class DiffusionModel:
                 "max_sequence_length": self.config.max_prompt_length, **frame_settings}  # fmt: skip
 
     def load_denoiser(self, dtype: torch.dtype) -> Any:
-        """Return the denoiser with all weights on the CPU in `dtype`. FSDP needs weights of one dtype, but in half
-        precision diffusers leaves some weights in float32."""
+        """Return the denoiser with all weights on the CPU in `dtype`."""
         # In half precision, diffusers leaves some weights in float32, but FSDP needs weights of one dtype.
         return torch.nn.Module.to(self.folder.load(self.denoiser_name, dtype), dtype)
 

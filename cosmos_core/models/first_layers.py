@@ -15,8 +15,7 @@ _FLOAT32_BYTES = 4
 
 
 class FirstLayers(NamedTuple):
-    """Number of first layers that `keep_first_layers` keeps of a model, total number of layers, and name of the module
-    list with the layers."""
+    """Selection of the first layers of a model, which `keep_first_layers` keeps."""
 
     layers_path: str
     """Name of the module list that has the layers of the model."""
@@ -25,11 +24,12 @@ class FirstLayers(NamedTuple):
 
 
 def select_first_layers(model: PreTrainedModel, dtype: torch.dtype | None, memory_bytes: int) -> FirstLayers | None:
-    """Return how many first layers of a model an export is verified with: at least one, and as many as fit into
+    """Return with how many of its first layers the export of a model is verified: at least one, and as many as fit into
     `memory_bytes` bytes. None: all layers fit, or the model has no list of layers.
 
     Memory is needed for a float32 copy in the process that loads the export and, unless all exported weights are
-    float32, for another copy in this process. `dtype`: dtype of the exported weights; None: that of each weight."""
+    float32, for another copy in this process. `dtype`: dtype of the exported weights; None: that of each weight.
+    """
     path = find_layers_path(model)
     if path is None:
         return None

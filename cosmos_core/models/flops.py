@@ -14,12 +14,11 @@ _NUM_MEASUREMENTS = 5
 
 
 class TrainFlops:
-    """Counter of the FLOPs of a forward and backward pass: one multiplication and one addition per element of a weight
-    matrix and token.
+    """Counter of the FLOPs of a forward and backward pass: per token, 6 for each element of a trained weight matrix,
+    and 4 for one that is not trained, which needs no weight gradient.
 
-    Weights that are not trained need no weight gradient. Of the experts of a layer, only those that process a token are
-    counted. An embedding lookup costs nothing. Attention over the causal half of a sequence is included, recomputation
-    is not (PaLM, arXiv 2204.02311, appendix B).
+    Of the experts of a layer, only those that process a token are counted. An embedding lookup costs nothing. Attention
+    over the causal half of a sequence is included, recomputation is not (PaLM, arXiv 2204.02311, appendix B).
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -49,15 +49,16 @@ def broadcast_per_sample(values_B: Tensor, latents: Tensor) -> Tensor:
 
 
 def trained_frames_mask(latents: Tensor, num_conditioning_B: Tensor) -> Tensor:
-    """Return a mask (B, 1, F, 1, 1) that is False for conditioning frames, which are the first of each sample."""
+    """Return a mask (B, 1, F, 1, 1) that is False for the first `num_conditioning_B` frames of each sample, which are
+    clean conditioning frames, and True for all others."""
     frame_index_F = torch.arange(latents.shape[2], device=latents.device)
     is_trained_BF = frame_index_F[None] >= num_conditioning_B.to(latents.device)[:, None]
     return is_trained_BF[:, None, :, None, None]
 
 
 def mean_per_sample(latent_values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the mean of `latent_values` of each sample over the elements with mask 1; conditioning frames have mask 0.
-    If the mask is None or a scalar, the mean is over all elements of the sample."""
+    """Return the mean of the elements of `latent_values` in each sample. Only elements with mask 1 count; conditioning
+    frames have mask 0. If the mask is None or a scalar, all elements count."""
     if mask is None or not mask.ndim:
         return latent_values.flatten(1).mean(1)
     mask_weights = mask.to(latent_values).expand_as(latent_values).flatten(1)
@@ -117,7 +118,7 @@ def flow_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
 
 def euler_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """Return the noise levels of diffusers' FlowMatchEulerDiscreteScheduler, which the papers on RL with flows used.
-    This scheduler shifts its smallest level twice, so its last step is very small."""
+    Before the last one, 0, they go down to 0.001, shifted twice, so that the last step is very small."""
     min_sigma = shift_sigmas(torch.tensor(1 / _NUM_TRAIN_NOISE_LEVELS, dtype=torch.float64), shift).item()
     return _append_zero(shift_sigmas(torch.linspace(1, min_sigma, num_steps, dtype=torch.float64), shift))
 

@@ -32,8 +32,7 @@ class NoiseLevels:
     sigma: Tensor
     next_sigma: Tensor
     second_schedule_sigma: Tensor
-    """Second noise level of the sampler's schedule, used in place of a sigma of 1, where 1 / (1 - sigma) is
-    infinite."""
+    """Second noise level of the sampler's schedule, which replaces a sigma at or near 1 in 1 / (1 - sigma)."""
 
 
 class StepDistribution(NamedTuple):
@@ -43,7 +42,8 @@ class StepDistribution(NamedTuple):
     std: Tensor
     """Standard deviation of each element, one value per sample or one for all; 0: the step is deterministic."""
     noise_rate: Tensor
-    """Noise rate of the stochastic differential equation, std / sqrt(sigma - next sigma), by which the KL is scaled."""
+    """Noise rate, by whose square the KL divergence is divided: std / sqrt(sigma - next_sigma), the noise rate of the
+    stochastic differential equation, or `std` in a step of FlowCPS."""
     has_log_density: bool = True
     """Whether `log_prob` returns the log-density of this Gaussian; False: minus the mean squared distance from the
     mean, as in FlowCPS."""

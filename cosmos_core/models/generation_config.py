@@ -39,8 +39,9 @@ def find_refused_generation_settings(model: str, revision: str | None = None) ->
 
 
 def save_generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, export_folder: Path) -> None:
-    """Write the generation config of a model without transformers' validation, which refuses some values. The end token
-    of the tokenizer, with which training rows end, is added if it is missing, so that `generate` stops at it."""
+    """Write the generation config of a model to `export_folder` without transformers' validation, which refuses some
+    values. The end token of the tokenizer, which ends each training row, is added to the config if it is missing, so
+    that `generate` stops at this token."""
     config, end_token_id = copy.copy(model.generation_config), tokenizer.eos_token_id
     end_token_ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     if end_token_id is not None and end_token_id not in end_token_ids:

@@ -147,8 +147,9 @@ def model_without_weights(
 
 
 def check_row_length(config: PretrainedConfig, max_length: int) -> None:
-    """Raise ModelError if `max_length` exceeds the number of tokens above which transformers changes the rotary
-    embedding of a whole batch (`longrope`, `dynamic`). Results would then depend on the longest row of a batch."""
+    """Raise ModelError if rows of `max_length` tokens exceed the number of tokens above which transformers changes the
+    rotary embedding of a whole batch (`longrope`, `dynamic`), so that results would depend on the longest row of a
+    batch."""
     text_config = config.get_text_config()
     rope_parameters = getattr(text_config, "rope_parameters", None) or {}
     for rope_config in [rope_parameters] if "rope_type" in rope_parameters else rope_parameters.values():
@@ -169,9 +170,9 @@ def check_rows(
 ) -> str:  # fmt: skip
     """Return a warning if a row in `prepared_folder` has more tokens than the model has positions, otherwise an empty
     string. Raise DataError if a token has no embedding; raise ModelError if a row has more tokens than the model has
-    learned position embeddings, or if a prompt leaves no position for its completion. `build_model` is called only if
-    shapes of weights are needed. `splits_to_complete` are the splits (`train`, `validation`) whose prompts an engine
-    completes."""
+    learned position embeddings, or if a prompt leaves no position for its completion. `build_model` returns the model,
+    possibly without weights; it is called only if `config` lacks a size. `splits_to_complete` are the splits (`train`,
+    `validation`) whose prompts a rollout engine completes."""
     text_config = config.get_text_config()
     try:
         check_token_ids(prepared_folder, getattr(text_config, "vocab_size", 0))
@@ -252,8 +253,9 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
 
 
 def find_model_class(config: PretrainedConfig) -> Any:
-    """Return the model class that config.json names or, if it does not exist, the class that transformers has for the
-    type of the config; None: neither exists. If config.json names no class, return AutoModelForCausalLM."""
+    """Return the model class of transformers for a config: the class that `architectures` in config.json names or, if
+    transformers has no class of this name, the causal language model for the type of the config; None: neither exists.
+    Without `architectures`, return AutoModelForCausalLM."""
     architectures = config.architectures
     if not architectures:
         return AutoModelForCausalLM

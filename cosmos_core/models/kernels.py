@@ -116,8 +116,9 @@ def enable_flash_attention_3() -> bool:
 
 
 def autocast_experts(experts: Any, hidden_states: Tensor, *routing_arguments: Tensor) -> Tensor:
-    """Return the output of experts, computed by the grouped matrix product of transformers. On a GPU, the weights are
-    cast to the dtype of autocast first: autocast does not cover this product, which is fast only in half precision."""
+    """Return the output of `experts`, the module with the experts of a layer, by the grouped matrix product of
+    transformers. On a GPU, the weights are cast to the dtype of autocast first: autocast does not cover this product,
+    which is fast only in half precision."""
     dtype = autocast_dtype(hidden_states.device)
     if dtype is None or not hidden_states.is_cuda:
         return grouped_mm_experts_forward(experts, hidden_states, *routing_arguments)

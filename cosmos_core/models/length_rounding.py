@@ -17,8 +17,8 @@ def round_up_length(length: int) -> int:
 
 
 def kernel_padded_length(length: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Return the length to which rows of `length` tokens are padded for a computation in `dtype` on `device`. The
-    length is rounded up if the device compiles a kernel for each shape, otherwise unchanged."""
+    """Return the length to which rows of `length` tokens are padded for a computation in `dtype` on `device`: rounded
+    up if each shape needs a kernel of its own (half precision on a CPU), otherwise unchanged."""
     return round_up_length(length) if device.type == "cpu" and dtype in _HALF_PRECISION_DTYPES else length
 
 
@@ -28,8 +28,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def pad_for_kernel(tensor: Tensor, dim: int) -> Tensor:
-    """Pad a tensor with zeros at the end of the negative dimension `dim`, up to its `kernel_padded_length`. The
-    computation is in the dtype of autocast if autocast is enabled, otherwise in that of the tensor."""
+    """Pad a tensor with zeros at the end of dimension `dim`, a negative index, up to its `kernel_padded_length` for a
+    computation in the dtype of autocast or, if autocast is disabled, of the tensor."""
     length, dtype = tensor.shape[dim], autocast_dtype(tensor.device) or tensor.dtype
     padding_length = kernel_padded_length(length, tensor.device, dtype) - length
     return pad(tensor, [0, 0] * (-dim - 1) + [0, padding_length]) if padding_length else tensor

@@ -61,8 +61,9 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     """Add a new adapter, or the saved adapter in the folder `lora.lora_path`, to a model, and freeze all other weights.
 
     The initialisation uses torch's global random generator. `targets` are the modules to adapt if the recipe names
-    none; empty: the default modules of PEFT. Raise ConfigError if a name matches no module, or PEFT refuses a setting;
-    raise ModelError if the saved adapter is missing, or belongs to another model."""
+    none; empty: the default modules of PEFT. Raise ConfigError if the name of a target matches no module, or PEFT
+    refuses a setting; raise ModelError if the saved adapter is missing, or belongs to another model.
+    """
     if lora.target_modules is None and lora.lora_path is None and targets:
         lora = lora.copy_with(target_modules=tuple(targets))
     targets = lora.target_modules if isinstance(lora.target_modules, tuple) else ()
@@ -271,7 +272,8 @@ def _check_targets(
     key: str, targets: Iterable[str], names: Collection[str], pattern_template: str, are_targets_regexes: bool = False
 ) -> None:
     """Raise ConfigError if one of the `targets`, inserted into the regex `pattern_template`, matches none of the module
-    names `names`. `key` is the key of `policy.lora` for the error message."""
+    names `names`. With `are_targets_regexes`, targets are inserted unescaped. `key` is the key of `policy.lora` for the
+    error message."""
     for target_name in targets:
         pattern = pattern_template.format(target_name if are_targets_regexes else re.escape(target_name))
         if not any(re.fullmatch(pattern, name) for name in names):
@@ -310,9 +312,9 @@ def _remove_wrapper_names(key: str, wrapper_names: set[str]) -> str:
 
 
 def _rebase_adapter_on_original(model: nn.Module, lora_tensors: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """Return the tensors `lora_tensors` of an adapter, whose initialisation B0 A0 was subtracted from the base weights,
-    converted to an adapter for the original base weights. It has twice the rank: B A - B0 A0 = [B -B0] [A; A0].
-    `config` is changed accordingly."""
+    """Convert the tensors `lora_tensors` of an adapter, whose initial product B0 A0 was subtracted from the base
+    weights, to an adapter for the original base weights, and return its tensors. Its rank is twice as high: B A - B0 A0
+    = [B -B0] [A; A0]. Rank and alpha in `config` are changed accordingly."""
     buffers_by_name = dict(model.named_buffers())
     rebased_tensors = {}
     for name, tensor in lora_tensors.items():

@@ -30,8 +30,8 @@ from cosmos_core.models.adapter import PEFT_PREFIX
 
 ALL_LINEAR = "all-linear"
 _EXPERT_PROJECTIONS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-"""Names of the projections that a stacked parameter of experts contains, by its name. The projections are separate
-tensors in checkpoints, with names of one of several schemes."""
+"""Names in checkpoints of the projections that a stacked parameter of experts contains, in one or several naming
+schemes, by the name of the parameter. In checkpoints, projections are separate tensors."""
 _ADAPTER_NAME_COMPONENTS = (".base_layer", ".lora_", ".modules_to_save", ".original_module")
 
 
@@ -60,8 +60,8 @@ class ExactTargetLora(peft.LoraModel):
 
 
 def find_lora_targets(model: nn.Module, target_modules: Sequence[str] | str | None) -> AdapterTargets:
-    """Return the layers of a model that the setting `target_modules` of a recipe selects; raise ConfigError if it names
-    only one of two projections that experts store in one matrix."""
+    """Return the layers of a model that the setting `target_modules` of a recipe selects; raise ConfigError if the
+    setting names only one of two projections that experts store in one matrix."""
     if target_modules is None:
         return AdapterTargets(None, [], [], [])
     stacked_parameters = _find_stacked_parameters(model)
@@ -156,9 +156,10 @@ def match_target_names(model: nn.Module, target_regex: str) -> tuple[str, ...]:
 
 
 def make_portable_config(config: Any, model: nn.Module) -> Any:
-    """Return an adapter configuration with which PEFT adapts the same layers when it loads the adapter. PEFT rewrites
-    the names of some linear layers to names of fused experts; such layers are listed as target parameters, whose names
-    PEFT does not rewrite. The tensors of the adapter keep their names and shapes."""
+    """Return a copy of the adapter configuration `config` with which PEFT itself, when it loads the adapter, adapts the
+    same layers of `model`. PEFT rewrites the names of some linear layers to names of fused experts; such layers are
+    listed as target parameters, whose names PEFT does not rewrite. The tensors of the adapter keep their names and
+    shapes."""
     config, rewritten_config = copy.deepcopy(config), copy.deepcopy(config)
     try:
         convert_peft_config_for_transformers(rewritten_config, model, None)
@@ -227,8 +228,8 @@ def write_pattern_per_layer(model: Any, config: Any) -> None:
 
 
 def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> str:
-    """Return a text about the adapter of a model: the number of adapted layers by name. For the setting `all-linear`,
-    the text also lists the layers that the adapter does not change."""
+    """Return a text about the adapter of a model: the numbers of adapted layers by their name within a layer of the
+    model. For the setting `all-linear`, the text also lists the layers that the adapter does not change."""
     layers = adapted_layers(model)
     num_adapted_by_type: Counter[str] = Counter()
     layer_types = {name: re.sub(r"(^|\.)\d+\.", r"\1*.", name.replace(".base_layer", ""), count=1) for name in layers}

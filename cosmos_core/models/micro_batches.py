@@ -27,9 +27,10 @@ def split_by_length(
     num_ranks: int,
     padded_length_fn: Callable[[int], int] = lambda length: length,
 ) -> list[list[int]] | None:
-    """Return micro-batches of at most `max_rows` padded rows with the fewest tokens, padding included; None if batches
-    of equal numbers of rows need hardly more tokens. `padded_length_fn` returns the padded length of the rows of a
-    micro-batch from that of its longest row; for the other arguments see `ModelAdapter.arrange_micro_batches`."""
+    """Return micro-batches of at most `max_rows` padded rows with the fewest tokens, padding included; None if
+    micro-batches of equal numbers of rows need hardly more tokens. `padded_length_fn` returns the length to which the
+    rows of a micro-batch are padded from the length of the longest. For the other arguments see
+    `ModelAdapter.arrange_micro_batches`."""
     # The ranks run rows of similar length in parallel, so only the longest of each `num_ranks` rows counts.
     lengths = [padded_length_fn(len(samples[i].input_ids)) for i in sorted_indices[::num_ranks]]
     num_default_tokens = sum(lengths[i] * len(lengths[i : i + max_rows]) for i in range(0, len(lengths), max_rows))
@@ -66,7 +67,8 @@ def prompt_length(sample: Sample) -> int:
 
 
 def saves_enough_tokens(num_tokens: float, num_tokens_if_shared: float) -> bool:
-    """Return True if sharing prompts, which reduces `num_tokens` to `num_tokens_if_shared`, saves enough tokens."""
+    """Return True if sharing prompts, which reduces the number of tokens from `num_tokens` to `num_tokens_if_shared`,
+    saves at least the fraction `_MIN_SAVED_TOKEN_FRACTION`."""
     return num_tokens_if_shared <= (1 - _MIN_SAVED_TOKEN_FRACTION) * num_tokens
 
 

@@ -23,12 +23,12 @@ from cosmos_core.parent import kill_with_parent
 T = TypeVar("T")
 _POLL_SECONDS = 2.0
 _prestarted_pools: list[ProcessPool] = []
-"""List with the process pool that the next call of `open_interpreter_pool` returns; empty if there is none."""
+"""Process pool for the next call of `open_interpreter_pool`, as the only element; empty: the call makes a new pool."""
 
 
 def prestart_interpreter(module_name: str) -> None:
-    """Start the Python interpreter for the next call of `open_interpreter_pool`, and import the module `module_name` in
-    it; do nothing if it is already started."""
+    """Start the Python interpreter that the next call of `open_interpreter_pool` returns in a pool, and import the
+    module `module_name` in it; do nothing if the interpreter is already started."""
     if not _prestarted_pools:
         _prestarted_pools.append(_make_pool())
         _prestarted_pools[0].schedule(_import_module, (module_name,))

@@ -82,7 +82,7 @@ def open_model(stage: Stage) -> CausalLM:
 
 def open_image_reader(stage: Stage) -> ImageReader | None:
     """Return the reader of the images in the prepared rows that a stage of a run reads; None: the rows have no images.
-    Raise ConfigError if the recipe has a parallelism or load balancing without support of images, ModelError if the
+    Raise ConfigError if the recipe has load balancing or a parallelism that does not support images, ModelError if the
     model has no processor."""
     if stage.data is None or not has_images(stage.data):
         return None

@@ -57,11 +57,13 @@ def enable_packing(
     gathers_in_compute_dtype: bool = False,
 ) -> str:
     """Enable packed rows for `model`, with the inputs of `data.batch.make_packed_attention_kwargs` and `position_ids`
-    that restart in each sequence. Return an empty string, or the reason why the model does not support packed rows; it
-    is then unchanged. If it is sharded, all ranks must call this function, and `root_modules` are called, not `model`.
+    that restart in each sequence. Return an empty string, or the reason why the model does not support packed rows; the
+    model is then unchanged. For a sharded model, all ranks must call this function, with the `root_modules` that are
+    called in place of `model`.
 
     `compute_dtype` is the autocast dtype of training, which determines the kernel; None: the dtype of the weights.
-    `gathers_in_compute_dtype`: whether FSDP gathers weights in that dtype, so that no other dtype can be tested."""
+    `gathers_in_compute_dtype`: whether FSDP gathers weights in `compute_dtype`, so that only this dtype can be tested.
+    """
     text_config = model.config.get_text_config()
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
     if not layer_types <= _PACKABLE_LAYER_TYPES or getattr(text_config, "attention_chunk_size", None):
@@ -90,9 +92,9 @@ def enable_packing(
 def can_merge_prompts(model: PreTrainedModel, root_modules: Sequence[Any], dtype: torch.dtype) -> bool:
     """Return True if several sequences of a packed row can share one copy of their prompt. Call `enable_packing` first.
 
-    Sharing requires `PACKED_ATTENTION` without windows in all layers, a CPU, and no dropout: all sequences would have
-    the same dropout in the prompt. A probe compares the outputs in `dtype` with those of separate prompts.
-    `root_modules` are the modules to call instead of a sharded model; all ranks must call this function.
+    Sharing requires a CPU, the attention function `PACKED_ATTENTION` without sliding windows, and no dropout, which all
+    sequences would share in the prompt. A probe compares the outputs in `dtype` with those of separate prompts. For a
+    sharded model, all ranks must call this function, with the `root_modules` that are called in place of `model`.
     """
     config = model.config.get_text_config()
     has_window_layers = set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
@@ -201,7 +203,7 @@ def packed_eager_attention(
 
 
 def _make_attention_mask(make_full_mask: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
-    """Return the attention mask of `make_full_mask`, which has the same other parameters; None if there are neither
+    """Return the attention mask that `make_full_mask` makes from all further arguments; None if there are neither
     padding tokens nor cached keys, because packed attention then needs no mask."""
     has_padding, has_cache = kwargs.get("attention_mask") is not None, kwargs.get("q_length") != kwargs.get("kv_length")
     return make_full_mask(*args, **kwargs) if has_padding or has_cache else None
@@ -210,8 +212,8 @@ def _make_attention_mask(make_full_mask: Callable[..., Tensor | None], *args: An
 def _per_sequence_attention(
     sequence_bounds: SequenceBounds | None, attention_fn: Callable[..., Tensor], *qkv: Tensor
 ) -> Tensor:
-    """Compute the attention of each sequence of a packed row with `attention_fn`; the shape of queries, keys and values
-    is batch B, heads K, positions P, head size D.
+    """Compute the attention of each sequence of a packed row with `attention_fn`; `qkv` are queries, keys and values
+    with the shape (batch, heads, positions, head size).
 
     If `sequence_bounds` is None, the row is one sequence. A sequence with a shared prompt also attends to the prompt.
     Sequences of similar length, whose prompts have equal lengths, form a batch, padded on the right, which causal
@@ -240,8 +242,8 @@ def _per_sequence_attention(
 
 
 def _pad_and_stack(sequence_states: Sequence[Tensor], length: int) -> Tensor:
-    """Pad queries, keys or values (heads, tokens, features) of sequences to `length`, and stack them. Sorted sequences
-    of equal length are stacked at once."""
+    """Pad the queries, keys or values of sequences, each with the shape (heads, tokens, features), to `length` tokens,
+    and stack them. Neighbouring sequences of equal length are stacked at once."""
     stacks = [torch.stack(list(group)) for _, group in groupby(sequence_states, key=lambda state: state.shape[1])]
     stacks = [pad(stack, [0, 0, 0, length - stack.shape[2]]) if stack.shape[2] < length else stack for stack in stacks]
     return stacks[0] if len(stacks) == 1 else torch.cat(stacks)
@@ -302,10 +304,10 @@ def _compute_device(model: PreTrainedModel) -> torch.device:
 def _is_packing_exact(
     model: PreTrainedModel, root_modules: Sequence[Any], attention_name: str, dtype: torch.dtype
 ) -> bool:
-    """Return True if packed rows have the same outputs (see `_compute_probe_outputs`) as separate rows.
+    """Return True if packed rows have the same outputs as separate rows, in `dtype`; the outputs are those of
+    `_compute_probe_outputs`.
 
-    Separate rows use the attention `attention_name`, and all rows are computed in `dtype`. The function leaves packed
-    attention enabled.
+    Separate rows use the attention function `attention_name`. This function leaves packed attention enabled.
     """
     id_rows = _random_rows(model, _PROBE_LENGTHS)
 

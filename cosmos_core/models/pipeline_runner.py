@@ -89,8 +89,9 @@ class PipelineRunner(MicroBatchRunner):
         return min(max_rows, self._parallelism.pp_micro_batch_size)
 
     def num_micro_batches(self, num_batches: int, max_rows: int) -> int:
-        """Return the number of micro-batches to run, including empty ones: torch's schedules require a number of
-        micro-batches per pass that is divisible by the number of pipeline ranks."""
+        """Return the number of micro-batches to run for `num_batches` micro-batches with samples, including empty ones:
+        torch's schedules require a number of micro-batches per pass that is divisible by the number of pipeline
+        ranks."""
         num_pipeline_passes = self._num_pipeline_passes(num_batches, max_rows)
         return num_pipeline_passes * self._round_up_to_ranks(-(-num_batches // num_pipeline_passes))
 

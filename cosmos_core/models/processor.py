@@ -25,20 +25,21 @@ from cosmos_core.models.model_files import locate_model, translate_load_errors
 PROCESSOR_FILES = (
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json"
 )  # fmt: skip
-"""Names of the files of a processor, except for the files of its tokenizer, such as `chat_template.jinja`."""
+"""Names of the files of a processor, without those that its tokenizer also writes, such as `chat_template.jinja`."""
 _SIZE_KEY_BY_PIXEL_LIMIT = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
 PixelLimits = Sequence[tuple[str, int]]
-"""The `min_pixels` and `max_pixels` of images in a recipe, which override the limits in the processor's settings."""
+"""Limits of the size of images in pixels, as pairs of a name (`min_pixels` or `max_pixels`) and a number; they override
+the limits in the processor's settings."""
 
 
 def processor_files(
     model: str, revision: str | None = None, chat_template: str | None = None, pixel_limits: PixelLimits = ()
 ) -> dict[str, bytes]:
     """Return the content of the processor files of a model folder or Hub id, by file name; empty for a text-only model.
-    If `chat_template` replaces the template of the model, the file or setting with the model's template is left out.
-    With `pixel_limits`, the settings of images have these limits; for errors see `load_processor`."""
+    If `chat_template` is not None, it replaces the template of the model, so the file or setting with this template is
+    left out. `pixel_limits` are written into the settings of images; for errors see `load_processor`."""
     model_source, load_options = locate_model(model, revision)
     load_options |= {
         "_raise_exceptions_for_missing_entries": False,
@@ -141,8 +142,9 @@ class ImageReader:
         return image_token_flags.index(True) if True in image_token_flags else len(image_token_flags)
 
     def make_image_inputs(self, rows: Sequence[Sample], input_ids_BT: Tensor) -> dict[str, Tensor]:
-        """Return the model inputs, by name, for the images of rows with equal batching keys and the padded token ids
-        `input_ids_BT`; raise DataError if an image or the processor has changed since the rows were prepared."""
+        """Return the model inputs, by name, for the images of `rows`, which have equal batching keys. `input_ids_BT`
+        are the padded token ids of the rows. Raise DataError if an image or the processor has changed since the rows
+        were prepared."""
         images = [[open_image(image_reference) for image_reference in sample.images] for sample in rows]
         # The texts have only image tokens, because image inputs do not depend on other tokens.
         texts = [image_token_text(self._processor) * len(sample_images) for sample_images in images]
@@ -166,7 +168,8 @@ class ImageReader:
         return torch.as_tensor(token_types, dtype=torch.int64)
 
     def _cross_attention_mask(self, rows: Sequence[Sample], inputs: Mapping[str, Tensor], num_tokens: int) -> Tensor:
-        """Return a mask of the image tiles to which `num_tokens` tokens attend: (rows, tokens, images, tiles)."""
+        """Return a mask (rows, tokens, images, tiles) of the image tiles to which each token of a row attends.
+        `num_tokens` is the length of the padded rows."""
         from transformers.models.mllama.processing_mllama import (
             convert_sparse_cross_attention_mask_to_dense,
             get_cross_attention_token_mask,

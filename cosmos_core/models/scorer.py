@@ -40,7 +40,8 @@ class RequestedOutputs:
     temperature: float = 1.0
     """Temperature by which logits are divided before any output is computed."""
     entropy: Literal["", "value", "gradient"] = ""
-    """Entropy of each token's distribution, in nats: empty for none, `value` without, `gradient` with gradient."""
+    """Entropy of each token's distribution, in nats: not computed if empty, `value`: without, `gradient`: with
+    gradient."""
     top_k: int = 0
     """Number of most likely token ids to return for each token, with their log-probabilities, which have gradients."""
     is_argmax: bool = False
@@ -225,8 +226,8 @@ class _OutputHead:
         return {n: p for n, p in self.module.named_parameters() if p.requires_grad} if self.module else {}
 
     def make_autocast_weights(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return copies of the output head's weight matrices, by name, in the autocast dtype `dtype`, as leaves of the
-        autograd graph; empty if no weight needs a cast. One set of copies serves all chunks of tokens."""
+        """Return copies of the output head's weight matrices in the autocast dtype `dtype`, by name, as leaves of the
+        autograd graph, which all chunks of tokens share; empty if no weight needs a cast."""
         if self.module is None or dtype is None:
             return {}
         return {

@@ -48,7 +48,7 @@ from cosmos_core.transient import is_machine_error
 logger = logging.getLogger(__name__)
 
 _ADAPTER_NAME_COMPONENTS = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
-"""Pattern of the components that an adapter inserts into names of weights, and that names in a model's files lack."""
+"""Pattern of the components that an adapter inserts into the names of a model's weights."""
 
 _MAX_CHECKED_BYTES = 64 << 30
 """Maximum total size in bytes of a model's weight files; the values in larger files are not checked before a run."""
@@ -56,8 +56,8 @@ _WEIGHT_FILE_SUFFIXES = (".safetensors", ".bin")
 
 _WeightTransform = WeightRenaming | WeightConverter
 _FileTensor = tuple[str, str, Any]
-"""Tuple of the key of a tensor in a model's files, the pattern of a weight conversion of transformers that matches the
-key, and the tensor as a lazy slice of its file."""
+"""Tensor in a model's files: its key, the source pattern of the weight conversion that matches the key (or the key
+itself), and a lazy slice of its file."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,10 @@ def init_on_meta(
 def check_file_tensors(
     network: PreTrainedModel, model: str, revision: str | None = None, on_progress: Callable[[], None] = lambda: None
 ) -> str:
-    """Compare the tensors in a local model folder with those of `network`, a model on the meta device, and check their
-    values. Raise ModelError if `load_model` or `load_shards` would fail. Return a notice if the files are too large for
-    the check of values, otherwise an empty string. `on_progress` is called after each group of tensors."""
+    """Compare the names and shapes of the tensors in a local model folder with `network`, a model on the meta device,
+    and check their values; do nothing for a Hub id. Raise ModelError if `load_model` or `load_shards` would fail.
+    Return a notice if the files are too large for the check of values, otherwise an empty string. `on_progress` is
+    called after each group of tensors."""
     if not Path(model).expanduser().is_dir():
         return ""
     paths, slicing_error = weight_files(model, revision)
@@ -179,9 +180,9 @@ def _plan_loading(
     device: torch.device,
     weight_file_paths: list[str],
 ) -> str:
-    """Store a plan to read the weight files of `network` in slices, and create the buffers of this model. Return the
-    reason why the files cannot be read in slices, or an empty string; raise ModelError if files or tensors are
-    wrong."""
+    """Add a plan to `_LOADING_PLANS` that reads the weight files of `network` in slices, and create the buffers of
+    `network`. Return the reason why the files cannot be read in slices, or an empty string; raise ModelError if files
+    or tensors are wrong."""
     if getattr(network.config, "quantization_config", None):
         return "its weights are quantized"
     is_float32 = make_float32_predicate(network, dtype)
@@ -221,8 +222,8 @@ def _plan_loading(
 def _group_file_tensors(
     network: PreTrainedModel, tensor_slices: Mapping[str, Any], model: str
 ) -> tuple[list[_TensorGroup], LoadStateDictInfo]:
-    """Return groups of the tensors in files that become weights together, and the loading information of transformers,
-    which lists missing and unexpected tensors, and tensors of another shape."""
+    """Return the tensors in files, in groups that a weight conversion turns into weights together, and the loading
+    information of transformers, which lists missing and unexpected tensors, and tensors of another shape."""
     state_dict = network.state_dict()
     weight_conversions = get_model_conversion_mapping(network)
     weight_renamings = [conversion for conversion in weight_conversions if isinstance(conversion, WeightRenaming)]
@@ -269,8 +270,9 @@ def _convert_tensors(
     model: PreTrainedModel,
     loading_info: LoadStateDictInfo | None = None,
 ) -> dict[str, Tensor]:
-    """Return the weights, by name in the model, that a weight conversion of transformers makes of `tensors`: tensors,
-    or functions that read tensors from files."""
+    """Return the weights, by name in the model, into which the weight conversion `transform` converts `tensors`. These
+    are, in the order of `file_tensors`, tensors or functions that read tensors. `name` is the name of the first
+    weight."""
     transform = copy.deepcopy(transform)
     for (key, pattern, _), tensor in zip(file_tensors, tensors, strict=True):
         transform.add_tensor(name, key, pattern, tensor)
@@ -282,8 +284,8 @@ def _read_tensor_group(
     tensor_group: _TensorGroup, shards: Mapping[str, list[Tensor]], model: PreTrainedModel, loaded_tensors: set[Tensor]
 ) -> None:
     """Read the tensors of a group from the model's files, and write the converted weights to `shards`, this rank's
-    shards by name of the weight. Tensors in `loaded_tensors` already have values, which are compared with the files
-    instead."""
+    shards by name of the weight. A shard in `loaded_tensors` already has values; these are only compared with the
+    files. Add each written shard to `loaded_tensors`."""
     local_tensors = {name: [t for t in shards.get(name, ()) if local_shard(t).numel()] for name in tensor_group.shapes}
     if not any(local_tensors.values()):
         return
@@ -308,7 +310,8 @@ def _read_tensor_group(
 
 
 def _is_expert_stack(tensor_group: _TensorGroup) -> bool:
-    """Return True if a group of tensors of the files, one per expert, is loaded as one weight of stacked experts."""
+    """Return True if a group has one tensor per expert (or several, such as gate and up projections), which are loaded
+    as one weight with the experts as its first dimension."""
     operations = list(getattr(tensor_group.transform, "operations", ()))
     if len(tensor_group.shapes) > 1 or not isinstance(operations[0], MergeModulelist) or operations[0].dim != 0:
         return False
@@ -322,9 +325,9 @@ def _is_expert_stack(tensor_group: _TensorGroup) -> bool:
 
 
 def _copy_shard(name: str, tensor: Tensor, full_tensor: Any, first_row: int, should_compare: bool) -> None:
-    """Copy this rank's shard of `full_tensor` to `tensor`. If `should_compare`, do not copy, but raise ModelError for
-    different values. `full_tensor` is a tensor or a slice of a file; it begins with row `first_row` of the whole
-    weight."""
+    """Copy this rank's shard of the weight `name` to `tensor` from `full_tensor`, a tensor or a slice of a file that
+    begins with row `first_row` of the weight; raise ModelError if a value is not finite. With `should_compare`, do not
+    copy, but raise ModelError if the values differ."""
     shard_slices = shard_bounds(tensor)
     if first_row:
         shard_slices = (slice(shard_slices[0].start - first_row, shard_slices[0].stop - first_row), *shard_slices[1:])
@@ -341,7 +344,8 @@ def _copy_shard(name: str, tensor: Tensor, full_tensor: Any, first_row: int, sho
 
 @torch.no_grad()
 def _allocate_shards(model: PreTrainedModel, device: torch.device) -> dict[str, list[Tensor]]:
-    """Allocate this rank's shard of every meta parameter; return parameters and buffers by their names in the files."""
+    """Allocate this rank's shard of every meta parameter. Return the tensors of the model by their names without an
+    adapter; a name has several tensors if an adapter copied the weight."""
     allocated_parameters: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -23,7 +23,7 @@ from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.fsdp import move_buffers
 
 TEACHER_WEIGHTS = "teacher"
-"""Name under which `TrainerView.evaluate` selects the weights of the teacher."""
+"""Name of the teacher's weights for `TrainerView.evaluate`."""
 
 TEACHER_RECIPE_KEY = "distillation.model_name_or_path"
 _TEACHER_TRAIN_SETTINGS = (
@@ -81,7 +81,8 @@ def check_vocabulary(distillation_config: DistillationConfig, tokenizer: PreTrai
 
 
 def make_teacher_train_config(distillation_config: DistillationConfig, train_config: TrainConfig) -> TrainConfig:
-    """Return `train_config` with the dtypes and sharding settings of the teacher, without compilation and fp8."""
+    """Return a copy of the policy's `train_config` with the dtypes and sharding settings that `distillation_config`
+    sets for the teacher, and without compilation and fp8."""
     teacher_settings = {name: getattr(distillation_config, name) for name in _TEACHER_TRAIN_SETTINGS}
     return train_config.copy_with(**teacher_settings, fp8=FP8Config(), compile=False)
 

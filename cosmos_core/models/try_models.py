@@ -30,7 +30,8 @@ from cosmos_core.models.model_files import locate_model, translate_load_errors
 from cosmos_core.models.pipeline_folder import MODEL_INDEX_FILE
 
 ResponseFn = Callable[[str, int], str]
-"""Function from a prompt and its number to the completion of a language model, or to the name of an image file."""
+"""Function that returns the response of a model to a prompt with a number: the completion of a language model, or the
+name of the file with the generated image."""
 
 
 def open_chat(model: str, max_tokens: int, temperature: float, device: torch.device, system_prompt: str) -> ResponseFn:

@@ -74,7 +74,7 @@ class LogitsRequest(NamedTuple):
     num_threads: int
     first_layers: FirstLayers | None
     buffer_dtypes: dict[str, torch.dtype]
-    """Dtypes, by name, of buffers that are in no checkpoint and are not float32 in the trainer."""
+    """Dtypes, by name, of the floating-point buffers that are not float32 in the trainer."""
 
 
 def verify_export(
@@ -88,9 +88,10 @@ def verify_export(
     """Compare the export in `folder` with the model in memory, and return a text about each passed check; raise
     StageFailed if a check fails. A model with an adapter is compared in merged form, and the adapter separately.
 
-    `dtype`: dtype to which the export cast the weights; None: each weight kept its dtype. The export must have the ids
-    and the chat template of `tokenizer`; None: not checked. `memory_bytes`: number of bytes that copies of the model
-    for this comparison may take; None: the free memory."""
+    `dtype`: dtype to which the export cast the weights; None: each weight kept its dtype. The exported tokenizer must
+    have the ids and the chat template of `tokenizer`; None: not checked. `memory_bytes`: available memory, most of
+    which copies of the model for this comparison may use; None: the free memory.
+    """
     with open_interpreter_pool() as pool:
         with merge_adapter(model):
             with disable_requantization(model):
@@ -134,7 +135,7 @@ def _check_files(
     expected_tensors: dict[str, Tensor], export_folder: Path, dtype: torch.dtype | None, float32_addresses: set[int]
 ) -> list[str]:
     """Check that the weight files and their index contain exactly `expected_tensors`, cast to `dtype`, bit for bit.
-    Tensors at `float32_addresses` are not cast. Of the keys of a tied weight, one suffices."""
+    Tensors at the memory addresses `float32_addresses` are not cast. If a weight is tied, one of its keys suffices."""
     file_names_by_key: dict[str, str] = {}
     differing_keys: list[str] = []
     for tensor_file, tensor_key, tensor in iterate_tensors(export_folder):
@@ -223,8 +224,8 @@ def _compare_logits(
     first_layers: FirstLayers | None,
     logit_tolerance: float = _LOGIT_TOLERANCE,
 ) -> str:
-    """Return a text about the passed check `check_name`; raise an error if the logits differ by more than
-    `logit_tolerance` times the largest logit."""
+    """Return a text that the check `check_name` has passed; raise ProgramError if the logits differ by more than
+    `logit_tolerance` times the largest logit. `first_layers` are the layers that computed the logits, for the text."""
     layer_text = f" (first {first_layers.num_first_layers} of {first_layers.num_layers} layers)" if first_layers else ""
     if are_bits_equal(trainer_logits_BTV, reloaded_logits_BTV):
         return f"{check_name}{layer_text}: bit-identical"

@@ -93,7 +93,8 @@ def _check_images(
     family: DiffusionModel, model: Any, folder: Path, dtype: torch.dtype | None, model_class: str | None
 ) -> list[str]:
     """Check that the exported pipeline, and the base pipeline with the exported adapter, generate the same image as the
-    policy in memory. Return a text about each check."""
+    policy in memory. Return a text about each check. `dtype` is that of the exported denoiser; None: that of the
+    policy."""
     export_dtype, probe_settings, num_threads = dtype or model.dtype, family.probe_settings(), torch.get_num_threads()
     with merge_adapter(model):
         policy_images = {"images": _generate_with_rounded_weights(family, model, export_dtype)}
@@ -167,8 +168,8 @@ def _generate_images(pipeline: Any, call_settings: dict[str, Any], **text_inputs
 
 @torch.no_grad()
 def generate_images(image_requests: Sequence[ImageRequest]) -> list[np.ndarray]:
-    """Return an image for each `ImageRequest`. The diffusers pipeline in the folder of the request generates it, and is
-    loaded as a user would load it, with the adapter if the request has one."""
+    """Return an image for each of `image_requests`: load the pipeline in the folder of the request as a user would,
+    with the adapter if the request has one, and generate the image with this pipeline."""
     generated_images = []
     for image_request in image_requests:
         torch.set_num_threads(image_request.num_threads)

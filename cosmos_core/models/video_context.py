@@ -27,19 +27,20 @@ from torch.nn import functional
 from cosmos_core.parallel.context import all_to_all
 
 TokenDimByArgument = Mapping[str, int]
-"""Index of the token dimension of each argument of a module that has an entry per token, by name of the argument."""
+"""Index of the token dimension of arguments of a module, by name; other arguments have no token dimension."""
 
 
 class ClipSharding:
-    """Distribution of the tokens of the current video clip over the ranks. Each transformer block sets it again, so
-    that a block that is recomputed in the backward pass uses the same distribution."""
+    """Distribution of the tokens of one video clip over the ranks. Each transformer block sets it anew, so that a block
+    that is recomputed in the backward pass uses the same distribution as in the forward pass."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.num_ranks, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         self.num_tokens = self.num_local_tokens = 0
 
     def distribute_tokens(self, num_tokens: int, tokens_per_unit: int = 1) -> None:
-        """Distribute a clip of `num_tokens` tokens over the ranks, in units of `tokens_per_unit` consecutive tokens."""
+        """Set the distribution of a clip with `num_tokens` tokens over the ranks: each rank gets an equal number of
+        units of `tokens_per_unit` consecutive tokens, such as whole frames, except for padding on the last ranks."""
         self.num_tokens = num_tokens
         self.num_local_tokens = tokens_per_unit * -(-num_tokens // (tokens_per_unit * self.num_ranks))
 
@@ -86,11 +87,13 @@ def shard_blocks(
     token_dims_by_layer: Mapping[str, TokenDimByArgument],
 ) -> None:
     """Make the transformer blocks of a denoiser process only this rank's tokens. The denoiser has the attributes
-    `transformer_blocks` and, as its last layer, `proj_out`. Before each block, `prepare_arguments` is called with the
-    arguments of the block, by name: it can change them, and sets `clip_sharding`.
+    `transformer_blocks` and, as its last layer, `proj_out`, after which the tokens of all ranks are gathered. Before
+    each block, `prepare_arguments` is called with the arguments of the block, by name, which it can change; it must
+    call `clip_sharding.distribute_tokens`.
 
-    `token_dims` has the token dimension of each argument of a block, except `hidden_states`; `token_dims_by_layer` has
-    that of each sharded argument of layers after the blocks, by name of the layer."""
+    `token_dims` has the token dimension of the sharded arguments of a block, except `hidden_states`.
+    `token_dims_by_layer` has the same for layers after the blocks, by name of the layer.
+    """
 
     def shard_arguments(arguments: dict[str, Any], token_dims: TokenDimByArgument) -> None:
         for name, dim in token_dims.items():
@@ -152,8 +155,8 @@ class UlyssesAttention:
 
 
 class SummedLinearAttention:
-    """Linear attention over all tokens of a clip that ranks share: each rank sums keys and values of its own tokens,
-    and the sums are added over the ranks. The formula is that of `SanaLinearAttnProcessor3_0` in diffusers."""
+    """Linear attention over all tokens of a clip, with the formula of `SanaLinearAttnProcessor3_0` in diffusers. Each
+    rank sums over the keys and values of its own tokens, and these sums are added over the ranks."""
 
     def __init__(self, clip_sharding: ClipSharding) -> None:
         self._clip_sharding = clip_sharding
@@ -221,7 +224,7 @@ def _register_argument_hook(module: nn.Module, change_arguments: Callable[[dict[
 
 class _ConcatenateOverRanks(torch.autograd.Function):
     """Differentiable concatenation of the tokens of all ranks. Gradients are not summed over ranks, because every rank
-    computes the same from the result."""
+    computes the same loss from the result."""
 
     @staticmethod
     def forward(ctx: Any, tokens_BNC: Tensor, group: dist.ProcessGroup) -> Tensor:
