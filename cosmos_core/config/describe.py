@@ -43,7 +43,8 @@ class KeyDescription:
     """Description of one configuration key, as `cosmos config explain` and the documentation show it."""
 
     name: str
-    """Dotted name of the key. If two tables of a union have the key, each has a description with another `table`."""
+    """Dotted name of the key. If several tables of a union have the key, there is one description for each of these
+    tables."""
     table: type[Table]
     type: str
     default: str

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def with_inherited_settings(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with settings that the recipe of a stage leaves out taken from the stages before it, such as
-    the dtype of an export. The stages must be in topological order."""
+    """Return the pipeline in which settings that the recipe of a stage leaves out, such as the dtype of an export, are
+    taken from earlier stages. The stages must be in topological order."""
     return _inherit_chat_templates(_inherit_model_settings(pipeline))
 
 
@@ -43,9 +43,9 @@ def _inherit_model_settings(pipeline: Pipeline) -> Pipeline:
 
 
 def collect_chat_templates(pipeline: Pipeline) -> dict[str, str | None]:
-    """Return the chat template of the model of each stage, by stage name: `policy.chat_template` of its recipe or, if
-    that sets none, of the newest earlier stage from which the model descends, whose export contains the template. None:
-    no such recipe sets one."""
+    """Return the chat template of the model of each stage, by stage name: `policy.chat_template` of the stage's recipe
+    or, if that sets none, the template of the stage that made the model, because the exported model contains this
+    template. None: no recipe sets a template."""
     templates: dict[str, str | None] = {}
     for stage in pipeline.stages:
         own_template = pipeline.recipes[stage.name].policy.chat_template

@@ -96,8 +96,8 @@ def _rename_key(config_values: TomlTable, old_key: str, new_key: str, notices: l
 
 
 def _keep_applicable_batch_size(config_values: TomlTable, notices: list[str]) -> None:
-    """If a recipe sets different values for the two older keys of the validation batch size, keep the key that applies
-    to its type of training, RL or SFT."""
+    """If a recipe sets different values for the two older keys of the validation batch size, keep only the key that
+    applies to the recipe's type of training, RL or SFT."""
     tables_and_key_names = [find_parent_table(config_values, key) for key in _VAL_BATCH_SIZE_KEYS]
     batch_sizes = [table[name] for table, name in tables_and_key_names if name in table]
     if len(batch_sizes) < 2 or batch_sizes[0] == batch_sizes[1]:

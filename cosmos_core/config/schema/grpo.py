@@ -110,7 +110,7 @@ class GrpoConfig(RlConfig):
     rollout_correction: RolloutCorrection = ""
     """Importance weights w = old policy / rollout policy: `truncate` them at `rollout_correction_high` (TIS), `mask`
     tokens outside low and high (IcePop), or apply either to the product over a sequence; `none`: w = 1. Empty:
-    `truncate` if rollouts may be older than the policy or are sampled from another distribution, otherwise 1."""
+    `truncate` if rollouts may be older than the policy or are sampled from another distribution, otherwise `none`."""
     rollout_correction_low: Annotated[NonNegativeFloat, EnabledBy("rollout_correction")] = 0.5
     """Smallest importance weight that `rollout_correction` does not mask."""
     rollout_correction_high: PositiveFloat = 2.0

@@ -25,8 +25,8 @@ class ParallelismConfig(Table):
     """Number of ranks, out of dp_shard_size x cp_size, over which the experts of every layer are distributed; each of
     these ranks has its own rows."""
     dp_shard_size: Annotated[int, FieldUnit("ranks")] = 1
-    """Number of ranks that shard the parameters (FSDP); -1: the ranks that the other sizes leave of `pipeline.gpus`, or
-    of this machine's GPUs."""
+    """Number of ranks that shard the parameters (FSDP). -1: so many that the mesh and the engines with GPUs of their
+    own use all GPUs, which are `pipeline.gpus` or those of this machine."""
     pp_size: RankCount = 1
     """Number of pipeline-parallel ranks, each of which has some of the layers."""
     pp_dynamic_shape: bool = False

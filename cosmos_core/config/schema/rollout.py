@@ -72,9 +72,9 @@ class RolloutConfig(Table):
     batch_size: Annotated[PositiveInt, FieldUnit("prompts")] = 1
     """Number of prompts per generation call; changes speed, not results."""
     quantization: Literal["none", "fp8", "mxfp4"] = "none"
-    """Number format of the weights that vLLM computes with on a GPU: those of the trainer (`none`), or the trainer's
-    weights rounded at each sync to 8 bits (`fp8`), or in experts to the MXFP4 format of the checkpoint (`mxfp4`,
-    gpt-oss). On CPU those of the trainer, with a warning."""
+    """Number format of the weights that vLLM computes with on a GPU. `none`: that of the trainer's weights. `fp8`: the
+    trainer's weights are rounded to 8 bits at each sync. `mxfp4`: the weights of experts are rounded at each sync to
+    the MXFP4 format of the checkpoint (gpt-oss). On CPU always that of the trainer's weights, with a warning."""
     seed: int | None = None
     """Seed of sampling; None: `train.seed`."""
     sampling_config: SamplingConfig = SamplingConfig()
@@ -204,7 +204,8 @@ class RolloutConfig(Table):
                 yield f"{key} = {temperature}: {reason}; or set rollout.backend = 'hf'"
 
     def _greedy_sampling_errors(self, stage: StageContext) -> Iterator[str]:
-        """Yield errors for sampling settings with which all completions of a prompt are equal (nothing is learned)."""
+        """Yield errors for sampling settings with which all completions of a prompt are equal, so that nothing would be
+        learned."""
         sampling = self.sampling_config
         if stage.recipe.policy.is_diffusers or not stage.recipe.train.train_policy.has_group_relative_advantages:
             return

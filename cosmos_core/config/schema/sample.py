@@ -11,7 +11,7 @@ from cosmos_core.config.schema.value_types import Fraction
 
 
 class KeepConfig(Table):
-    """`[sample.keep]`: filter for completions."""
+    """`[sample.keep]`: which completions of a prompt become training rows."""
 
     best: NonNegativeInt = 0
     """Number of completions of each prompt to keep, those with the highest rewards; 0: all that pass the other keys.
