@@ -59,6 +59,9 @@ class Hub:
     """Seconds that it asks for when it responds with a fault."""
     role: str = "write"
     """Role of the token."""
+    scopes: list[dict[str, Any]] | None = None
+    """What a fine-grained token may do."""
+    organisations: list[str] | None = None
 
     def once(self, fault: str, part: str, times: int = 1) -> None:
         left = [times]
@@ -75,6 +78,7 @@ class Hub:
     def reset(self) -> None:
         self.requests.clear()
         self.choose, self.retry_after, self.role = lambda what: "", 0, "write"
+        self.scopes = self.organisations = None
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -119,8 +123,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _respond(self, what: str, path: list[str], body: bytes) -> tuple[int, Any, dict[str, str]]:
         if path[:2] == ["api", "whoami-v2"]:
-            token = {"displayName": "t", "role": self.hub.role}
-            return 200, {"name": "me", "type": "user", "auth": {"type": "access_token", "accessToken": token}}, {}
+            token = {"displayName": "t", "role": self.hub.role, "fineGrained": {"scoped": self.hub.scopes}}
+            account: dict[str, Any] = {"name": "me", "type": "user"}
+            if self.hub.organisations is not None:
+                account["orgs"] = [{"name": name, "roleInOrg": "write"} for name in self.hub.organisations]
+            return 200, account | {"auth": {"type": "access_token", "accessToken": token}}, {}
         if path[:2] == ["api", "validate-yaml"]:
             return 200, {"errors": [], "warnings": []}, {}
         if path[:3] == ["api", "repos", "create"]:

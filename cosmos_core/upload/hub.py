@@ -53,6 +53,9 @@ class HubTarget:
         access_token = (account_info.get("auth") or {}).get("accessToken") or {}
         if access_token.get("role") == "read":
             raise ConfigError(f"hub://{self._repository_name}: HF_TOKEN may only read; set it to one that may write")
+        if owner := _find_owner_without_write_access(self._repository_name, account_info, access_token):
+            problem = f"HF_TOKEN may not write to repositories of {owner!r}"
+            raise ConfigError(f"hub://{self._repository_name}: {problem}; set one that may, or name another owner")
 
     def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
         """Set the function that is called before each request and before the commit; the function can raise an error to
@@ -252,6 +255,22 @@ class HubTarget:
             raise UploadError(f"{target_url}: {hub}: {' '.join(str(error).split())}; {outcome}") from error
         except ValueError as error:  # the library refuses a name, a path or the metadata of the model card
             raise ConfigError(f"{target_url}: {' '.join(str(error).split())}") from error
+
+
+def _find_owner_without_write_access(name: str, account: dict[str, Any], access_token: dict[str, Any]) -> str:
+    """Return the owner of the repository `name` if the Hub's information about the account and the access token says
+    that the token may not write to repositories of this owner; otherwise an empty string."""
+    owner = name.rpartition("/")[0] or str(account.get("name"))
+    if (scopes := (access_token.get("fineGrained") or {}).get("scoped")) is not None:
+        writable_entities = [scope.get("entity") or {} for scope in scopes if "repo.write" in scope["permissions"]]
+        if any(entity.get("type") not in {"user", "org"} for entity in writable_entities):
+            return ""  # the token may write to single repositories, which the Hub names by id
+    elif (organisations := account.get("orgs")) is not None:
+        writable_entities = [account, *organisations]
+    else:
+        return ""
+    writable_owners = {str(entity.get("name")).lower() for entity in writable_entities}
+    return "" if owner.lower() in writable_owners else owner
 
 
 def _get_status_code(error: Any) -> int:

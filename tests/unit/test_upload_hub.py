@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,29 @@ def test_a_token_that_may_only_read_is_refused_before_anything_runs(server: Hub)
     for name in ("team/two words", "team/a--b"):
         with pytest.raises(ConfigError, match=rf"^hub://{name}: .*[Rr]epo.?id"):
             target(name).check()
+
+
+@pytest.mark.parametrize("name", ["team/sums", "me/sums", "sums"])
+def test_a_token_that_may_not_write_there_is_refused_before_anything_runs(server: Hub, name: str) -> None:
+    owner = name.rpartition("/")[0] or "me"
+
+    def scope(kind: str, owner: str, *permissions: str) -> dict[str, Any]:
+        return {"entity": {"_id": "1", "type": kind, "name": owner}, "permissions": ["repo.content.read", *permissions]}
+
+    refused = rf"^hub://{name}: HF_TOKEN may not write to repositories of '{owner}'; set one that may, or name another"
+    kind = "user" if owner == "me" else "org"
+    for scopes in ([], [scope(kind, owner)], [scope("org", "others", "repo.write")]):
+        server.role, server.scopes = "fineGrained", scopes
+        with pytest.raises(ConfigError, match=refused):
+            target(name).check()
+    for scopes in ([scope(kind, owner, "repo.write")], [scope("model", "5f3", "repo.write")]):
+        server.scopes = scopes
+        target(name).check()
+    server.role, server.scopes, server.organisations = "write", None, ["Team"]
+    target(name).check()
+    server.organisations = []
+    with nullcontext() if owner == "me" else pytest.raises(ConfigError, match=refused):
+        target(name).check()
 
 
 def test_a_cancel_while_the_files_are_sent_makes_no_commit(tmp_path: Path, server: Hub) -> None:
