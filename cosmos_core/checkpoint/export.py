@@ -132,7 +132,8 @@ def loading_instructions(stage: Stage, auto_class_name: str) -> LoadingInstructi
 
 
 def model_card(stage: Stage, instructions: LoadingInstructions) -> str:
-    """Return the README.md of an exported model: origin of the weights, loading code, metrics of upstream stages."""
+    """Return the text of README.md for an exported model: origin of the weights, the loading code of `instructions`,
+    and metrics of upstream stages."""
     model_origin, base_model_name = stage.origin, strip_local_path(stage.origin.get("base_model", ""))
     revision = model_origin.get("revision", "")
     card_metadata = [f"library_name: {instructions.library}", *([f"base_model: {base_model_name}"] if revision else [])]

@@ -46,10 +46,10 @@ def find_checkpoint_step(stage: Stage) -> int:
 
 
 def load_checkpoint_model(stage: Stage, step: int, diffusion_model: "DiffusionModel | None" = None) -> Any:
-    """Return the model of the upstream training after `step` steps, on the CPU in its training dtype, with the moving
-    average of the weights if the training kept one: the denoiser of `diffusion_model`, or a causal language model.
-    Raise a `ModelError` if the initial model cannot be loaded, or the checkpoint lacks a trained parameter of the
-    model."""
+    """Return the model of the upstream training after `step` steps, on the CPU in its training dtype: the denoiser of
+    `diffusion_model` or, if that is None, a causal language model. If the training kept a moving average of the
+    weights, the weights are this average. Raise a `ModelError` if the initial model cannot be loaded, or the checkpoint
+    lacks a trained parameter of the model."""
     training_stage = find_train_stage(stage)
     train, policy = training_stage.recipe.train, training_stage.recipe.policy
     dtype = getattr(torch, train.master_dtype)

@@ -58,8 +58,9 @@ def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> LoadB
 
 
 def sequence_index_inputs(row_inputs: dict[str, Any], sequence_lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the additional inputs of `LogprobScorer` with the sequence index of each token. `row_inputs` are the
-    model inputs of padded or packed rows, and `sequence_lengths` are the numbers of tokens of the sequences."""
+    """Return two additional inputs of `LogprobScorer`: the sequence index of each token, and the number of sequences.
+    `row_inputs` are the model inputs of padded or packed rows, and `sequence_lengths` are the numbers of tokens of the
+    sequences."""
     sequence_indices = torch.arange(len(sequence_lengths))
     if "attention_mask" in row_inputs:
         mask_BT = row_inputs["attention_mask"].bool()

@@ -56,11 +56,12 @@ logger = logging.getLogger(__name__)
 class TokenBatch(Batch):
     samples: Sequence[Sample]
     scored_index_N: Tensor
-    """Indices in the model inputs of the trained tokens whose log-probabilities this rank computes."""
+    """Indices of the trained tokens whose log-probabilities this rank computes, as `LogprobScorer.forward` expects
+    them."""
     is_local_N: Tensor | None
     """Mask over all trained tokens: True for tokens whose log-probabilities this rank computes; None: all tokens."""
     trained_positions: Sequence[np.ndarray]
-    """Indices of the trained tokens among the S predicted tokens of each sample."""
+    """For each sample, the indices of its trained tokens among its S predicted tokens."""
     loss_gradient_N: Tensor | None = None
     """Derivative of the loss for the log-probability of each trained token on this rank; None: not known in advance."""
     top_ids_NK: Tensor | None = None

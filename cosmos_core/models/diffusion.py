@@ -62,13 +62,15 @@ class DiffusionModel:
             )
 
     def text_embedding(self, prompts: Sequence[str]) -> TextInputs:
-        """Encode prompts to text inputs of the denoiser, on the CPU."""
+        """Return the text inputs of the denoiser for prompts, as tensors on the CPU by name."""
         raise NotImplementedError(type(self).__name__)
 
     def nft_prepare_transformer_input(
         self, latents: Tensor, sigma_B: Tensor, text: Mapping[str, Tensor], num_conditioning_B: Tensor | None = None
     ) -> dict[str, Any]:
-        """Return the arguments of the denoiser by name for latents at their noise levels, for losses and samplers."""
+        """Return the arguments, by name, with which losses and samplers call the denoiser for `latents` at the noise
+        levels `sigma_B`. `text` has the text inputs; `num_conditioning_B` is the number of clean conditioning frames of
+        each sample."""
         raise NotImplementedError(type(self).__name__)
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -234,7 +236,8 @@ class DiffusionModel:
 
     @property
     def pixels_per_latent(self) -> tuple[int, int]:
-        """Return the VAE's compression factors: frames per latent frame, and pixels per latent position (both axes)."""
+        """Return the VAE's compression factors: frames per latent frame, and pixels per latent position along each
+        side."""
         vae_config = self.folder.settings("vae")
         block_channels = vae_config.get("block_out_channels") or vae_config.get("encoder_block_out_channels") or (1,)
         return 1, 2 ** (len(block_channels) - 1)

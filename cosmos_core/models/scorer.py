@@ -53,8 +53,8 @@ LOGPROBS_ONLY = RequestedOutputs()
 
 
 def default_chunk_bytes(device: torch.device) -> int:
-    """Return the maximum size in bytes of the float32 logits of one chunk: a 64th of the memory of `device` as a power
-    of two, from 64 MiB to 1 GiB.
+    """Return the maximum size in bytes of the float32 logits of one chunk: a 64th of the memory of `device`, rounded
+    down to a power of two, but from 64 MiB to 1 GiB.
 
     The peak memory of a chunk is about three times its size, and each chunk reads and writes the gradient of the whole
     head once. The size depends on the total instead of the free memory, because chunks determine the order in which

@@ -90,7 +90,8 @@ class FullTensorGatherer:
 
 
 class _SharedMemory:
-    """Anonymous memory of `num_bytes` bytes that several processes map; the kernel frees it with the last mapping."""
+    """Anonymous memory of `num_bytes` bytes that several processes map; the operating system frees it with the last
+    mapping."""
 
     def __init__(self, file_descriptor: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
