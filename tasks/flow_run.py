@@ -242,6 +242,9 @@ class PythonFlowState:
         run, start_info = open_run(run_path, all_kinds()), read_start_info(run_path)
         if start_info is not None and not start_info.entrypoint:
             raise ConfigError(f"run {run.id} was made from a file, not by a flow; give the flow another run_id")
+        # Compare without the folder, because a deployment can clone the flow into another folder for each flow run.
+        if start_info is not None and Path(start_info.entrypoint).name != Path(self.entrypoint).name:
+            raise ConfigError(f"run {run.id} is one of the flow {start_info.entrypoint}; give this flow another run_id")
         old_config, new_config = run.pipeline.config, pipeline.config
         configured_keys = self.settings.keys() - BUDGET_KEYS - {"output_dir"}
         if changed := [key for key in sorted(configured_keys) if getattr(old_config, key) != getattr(new_config, key)]:

@@ -15,7 +15,7 @@ from prefect.task_runners import ProcessPoolTaskRunner, ThreadPoolTaskRunner
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.errors import ConfigError, DataError, UploadError
 from cosmos_core.observe.record import read_run
-from cosmos_core.run.directory import create_run
+from cosmos_core.run.directory import create_run, open_run
 from cosmos_core.run.state import read_state
 from flows.post_train import post_train
 from tasks import custom, flow_run, remote_stage
@@ -121,6 +121,24 @@ def test_a_flow_leaves_a_run_of_a_file_as_it_is(folder: Path) -> None:
     with pytest.raises(ConfigError, match="run taken was made from a file, not by a flow; give the flow another"):
         taking()
     assert (run.path / "pipeline.toml").read_text() == pipeline
+
+
+def test_a_flow_leaves_a_run_of_another_flow_as_it_is(folder: Path) -> None:
+    """Also where a flow passes its own name of the run on to a flow that it calls."""
+
+    @flow
+    def inner(run_id: str) -> None:
+        custom(GROW, name="inner", retries=0)
+
+    @flow
+    def outer(run_id: str = "taken") -> None:
+        custom(GROW, name="outer", retries=0)
+        inner(run_id)
+
+    for call in (outer, lambda: inner("taken")):
+        with pytest.raises(ConfigError, match=r"run taken is one of the flow \S+outer; give this flow another run_id$"):
+            call()
+    assert [stage.name for stage in open_run(folder / "outputs" / "taken", all_kinds()).pipeline.stages] == ["outer"]
 
 
 def test_a_stage_whose_task_runs_out_of_time_has_failed_and_the_flow_goes_on(folder: Path) -> None:
