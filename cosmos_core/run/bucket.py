@@ -150,12 +150,12 @@ class Bucket:
         return f"{S3_SCHEME}{self.name}/{key}"
 
     def check_write_access(self, key: str) -> None:
-        """Check that the credentials allow reading and writing the object `key`; write nothing. For errors see
-        `translate_errors`."""
+        """Check that the credentials allow listing the prefix `key`, and reading and writing the object `key`; write
+        nothing. For errors see `translate_errors`."""
         from botocore.exceptions import ClientError
 
         with translate_errors(f"{S3_SCHEME}{self.name}"):
-            self.s3_client.head_bucket(Bucket=self.name)
+            self.read_clock(key)  # not by HeadBucket, which policies refuse that allow listing one prefix
             self.head(key)  # check read access, because a transfer reads back what it has sent
             try:
                 multipart_upload = self.s3_client.create_multipart_upload(Bucket=self.name, Key=key)
@@ -164,10 +164,10 @@ class Bucket:
                 if error.operation_name == "CreateMultipartUpload" and _read_error_code(error) in _DENIED_CODES:
                     raise
 
-    def read_clock(self) -> float:
-        """Return the time by the clock of the S3 store, in seconds since 1970."""
-        response_headers = self.s3_client.head_bucket(Bucket=self.name)["ResponseMetadata"]["HTTPHeaders"]
-        return parsedate_to_datetime(response_headers["date"]).timestamp()
+    def read_clock(self, prefix: str) -> float:
+        """Return the time by the clock of the S3 store, in seconds since 1970, from a listing of `prefix`."""
+        listing_page = self.s3_client.list_objects_v2(Bucket=self.name, Prefix=prefix, MaxKeys=1)
+        return parsedate_to_datetime(listing_page["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
 
     def list_objects(self, prefix: str) -> Iterator[StoredObject]:
         """Yield the objects whose key begins with a prefix, sorted by key."""

@@ -59,10 +59,10 @@ class StoreRetention:
             UploadError: the store cannot be reached.
         """
         bucket_name, self._key_prefix = split_s3_url(url)
-        self._bucket, self._max_age_seconds = Bucket(bucket_name), max(older_than_seconds, min_age_seconds)
+        self._bucket, self._min_age_seconds = Bucket(bucket_name), max(older_than_seconds, min_age_seconds)
         self.url = f"{S3_SCHEME}{bucket_name}/{self._key_prefix}".rstrip("/")
         with translate_errors(self.url):
-            self._store_time = self._bucket.read_clock()
+            self._store_time = self._bucket.read_clock(self._object_key("made"))
             self._require_no_active_lease()
             self.runs = self._list_folders("runs")
             for run in self.runs:
@@ -78,7 +78,7 @@ class StoreRetention:
             needed_fingerprints = {each for run in kept_runs for each in self._iter_result_values(run, "fingerprint")}
             needed_fingerprints |= {each for run in kept_runs for each in self._iter_stage_fingerprints(run)}
             for result_folder in result_folders:
-                if result_folder.name in needed_fingerprints or result_folder.age_seconds < self._max_age_seconds:
+                if result_folder.name in needed_fingerprints or result_folder.age_seconds < self._min_age_seconds:
                     result_folder.reason_to_keep = "a run that stays has it, or it is not old enough"
             folders = [*self.runs, *result_folders]
             unreferenced_objects = self._find_unreferenced_objects([each for each in folders if each.reason_to_keep])
@@ -106,7 +106,7 @@ class StoreRetention:
         return sum(not run.reason_to_keep for run in self.runs), freed_bytes
 
     def _require_no_active_lease(self) -> None:
-        store_time = self._bucket.read_clock()
+        store_time = self._bucket.read_clock(self._object_key("made"))
         for each in self._bucket.list_objects(f"{self._object_key('made')}/"):
             if each.key.endswith(f"/{_LEASE_FILE}") and store_time - each.modified_time < EXPIRY_SECONDS:
                 lease_document, _ = read_document(self._bucket, each.key)
@@ -130,7 +130,7 @@ class StoreRetention:
             for run in pipeline_runs[:num_kept_runs]:
                 run.reason_to_keep = f"one of the newest {num_kept_runs} of its pipeline"
         for run in self.runs:
-            if not run.reason_to_keep and run.age_seconds < self._max_age_seconds:
+            if not run.reason_to_keep and run.age_seconds < self._min_age_seconds:
                 run.reason_to_keep = "not old enough"
 
     def _may_wait_for_approval(self, run: StoredFolder, pipeline_table: dict[str, Any]) -> bool:
@@ -146,8 +146,8 @@ class StoreRetention:
         files_by_result = [files for folder in kept_folders for files in self._iter_result_values(folder, "outputs")]
         referenced_digests = {each["sha256"] for files in files_by_result for each in files}
         all_objects = self._bucket.list_objects(f"{self._object_key('objects')}/")
-        old_objects = [each for each in all_objects if self._store_time - each.modified_time >= self._max_age_seconds]
-        return [each for each in old_objects if each.key.rpartition("/")[2] not in referenced_digests]
+        old_outputs = [each for each in all_objects if self._store_time - each.modified_time >= self._min_age_seconds]
+        return [each for each in old_outputs if each.key.rpartition("/")[2] not in referenced_digests]
 
     def _iter_result_values(self, folder: StoredFolder, result_key: str) -> Iterator[Any]:
         for each in folder.objects:
@@ -161,8 +161,8 @@ class StoreRetention:
             if each.key.endswith("/record.json"):
                 content_store = ContentStore(self._bucket, f"{each.key.removesuffix('/record.json')}/content")
                 fingerprint_entry = read_index(self._bucket, each.key)[0].get(FINGERPRINT_FILE)
-                fingerprint_data = content_store.read(fingerprint_entry) if fingerprint_entry else None
-                yield str(json.loads(fingerprint_data or "{}").get("value"))
+                fingerprint_bytes = content_store.read(fingerprint_entry) if fingerprint_entry else None
+                yield str(json.loads(fingerprint_bytes or "{}").get("value"))
 
     def _object_key(self, relative_key: str) -> str:
         return f"{self._key_prefix}/{relative_key}" if self._key_prefix else relative_key

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -282,6 +283,20 @@ def test_what_is_wrong_with_the_target_is_found_before_anything_runs(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
     with pytest.raises(ConfigError, match=r"^s3://models: no credentials; set AWS_ACCESS_KEY_ID and"):
         open_target("s3://models/x").check()  # type: ignore[attr-defined]
+
+
+def test_an_account_that_may_list_one_prefix_only_is_enough(tmp_path: Path, target: S3Target, proxy: Proxy) -> None:
+    def refuse_elsewhere(request: Request) -> str:  # what a policy with the condition s3:prefix does
+        listed = parse_qs(urlsplit(request.path).query).get("prefix", [""])[0]
+        return "403" if not request.key and not listed.startswith(f"{target.prefix}/") else ""
+
+    proxy.reset(refuse_elsewhere)
+    target.check()
+    folder, record = model(tmp_path / "m")
+    target.publish(folder, "v1", record)
+    assert target.history() == target.versions() == ["v1"]
+    with pytest.raises(ConfigError, match=r"refuses the credentials \(InvalidAccessKeyId\)"):
+        open_target("s3://models/elsewhere").check()  # type: ignore[attr-defined]
 
 
 def test_the_variables_of_cosmos_rl_win(proxy: Proxy, target: S3Target, monkeypatch: pytest.MonkeyPatch) -> None:
