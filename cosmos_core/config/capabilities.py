@@ -102,8 +102,10 @@ def _measured_model_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[s
                 )
 
 
-def _can_any_report_metric(pipeline: Pipeline, names: Collection[str], metric: str, is_noise: bool = False) -> bool:
-    return any(_can_report_metric(pipeline, pipeline.stage(name), metric, is_noise) for name in names)
+def _can_any_report_metric(
+    pipeline: Pipeline, stage_names: Collection[str], metric: str, needs_exact_name: bool = False
+) -> bool:
+    return any(_can_report_metric(pipeline, pipeline.stage(name), metric, needs_exact_name) for name in stage_names)
 
 
 def _suggest_metric(pipeline: Pipeline, stage_names: Collection[str], metric: str) -> str:
@@ -114,12 +116,12 @@ def _suggest_metric(pipeline: Pipeline, stage_names: Collection[str], metric: st
     return suggest_names(metric, metric_names) if metric_names else ""
 
 
-def _can_report_metric(pipeline: Pipeline, stage: StageConfig, metric: str, is_noise: bool) -> bool:
-    """Return whether a stage can report a metric. With `is_noise`, the metric is a standard error or a number of
-    prompts; patterns such as `reward/*` then do not count, because validation reports neither for a single reward."""
+def _can_report_metric(pipeline: Pipeline, stage: StageConfig, metric: str, needs_exact_name: bool) -> bool:
+    """Return whether a stage can report a metric. With `needs_exact_name`, patterns such as `reward/*` do not count:
+    the metric is then a standard error or a number of prompts, and validation reports neither for a single reward."""
     stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
     if stage_kind.forwards_metrics:
-        return _can_any_report_metric(pipeline, stage.after, metric, is_noise)
+        return _can_any_report_metric(pipeline, stage.after, metric, needs_exact_name)
     if not (stage_kind.scores and stage_kind.makes and metric.startswith(_VALIDATION_METRIC_PREFIX)):
         return any(fnmatchcase(metric, pattern) for pattern in stage_kind.reports)
     has_validation = recipe.validation.enable or not stage_kind.trains_model
@@ -128,7 +130,7 @@ def _can_report_metric(pipeline: Pipeline, stage: StageConfig, metric: str, is_n
     # Without reward functions, validation reports only the loss, unless the algorithm itself reports rewards.
     has_rewards = validation_config.reward_function or validation_config.remote_reward_config
     metric_patterns = _VALIDATION_METRICS if has_rewards or recipe.train.train_policy.reports_rewards else _LOSS_METRICS
-    matches_metric = any(name == each or (not is_noise and fnmatchcase(name, each)) for each in metric_patterns)
+    matches_metric = any(name == each or (not needs_exact_name and fnmatchcase(name, each)) for each in metric_patterns)
     return has_validation and (is_user_algorithm or matches_metric)
 
 
@@ -276,9 +278,9 @@ def _ignored_settings(stage_context: StageContext, stage_kinds: StageKinds) -> I
             # No notice about the `subset` of media without a metadata file: the `prepare` stage refuses an unknown one.
             checks_decode_media = stage_context.recipe.policy.modality.is_media_decoded_by_checks
             is_media_folder = path and path.is_dir() and checks_decode_media and not any(path.glob("metadata.*"))
-            has_folder = path is not None and (is_media_folder or os.path.isdir(path / value))
-            is_read = key == "subset" and path and (has_folder or "configs" in read_card_metadata(path))
-            if value and path and not is_read:
+            has_subset_folder = path is not None and (is_media_folder or os.path.isdir(path / value))
+            has_effect = key == "subset" and path and (has_subset_folder or "configs" in read_card_metadata(path))
+            if value and path and not has_effect:
                 yield f"{dataset_key}.{key} = {short_toml(value)} has no effect here: {dataset_name} is on this machine"
     for key, value, enabling_field in disabled_settings(stage_context.recipe):
         # Report a disabled key that no stage kind lists as read, such as one of the profiler, for stages of every kind.

@@ -89,8 +89,8 @@ def parse_condition(text: str) -> MetricCondition:
             f"condition {text!r} must be METRIC >= NUMBER, METRIC >= published, METRIC >= published - NUMBER (also >, "
             f"<=, <, ==) or METRIC not worse than published by NUMBER"
         )
-    threshold_text, offset = threshold_text or _PUBLISHED_KEYWORD, float(f"{offset_sign}{offset_text}")
-    return MetricCondition(text, metric, comparison_operator, threshold_text, offset)
+    threshold_text, published_offset = threshold_text or _PUBLISHED_KEYWORD, float(f"{offset_sign}{offset_text}")
+    return MetricCondition(text, metric, comparison_operator, threshold_text, published_offset)
 
 
 def is_lower_better(metric: str) -> bool:

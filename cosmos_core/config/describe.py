@@ -210,8 +210,8 @@ def toml_type_name(type_annotation: Any) -> str:
     if type_origin in {Union, types.UnionType}:
         return " or ".join(toml_type_name(argument) for argument in type_arguments if argument is not type(None))
     if type_origin is tuple:
-        item_types = [toml_type_name(argument) for argument in type_arguments if argument is not Ellipsis]
-        return f"list of {item_types[0]}s" if Ellipsis in type_arguments else f"[{', '.join(item_types)}]"
+        element_types = [toml_type_name(argument) for argument in type_arguments if argument is not Ellipsis]
+        return f"list of {element_types[0]}s" if Ellipsis in type_arguments else f"[{', '.join(element_types)}]"
     if type_origin is dict:
         return f"table of {toml_type_name(type_arguments[1])}s" if type_arguments[1] is not Any else "table"
     return "table" if find_table_classes(type_annotation) else "any value"

@@ -46,8 +46,10 @@ def group_changes_by_stage(changes: Mapping[str, Sequence[ChangeT]]) -> Iterator
     """Yield pairs of a stage name and a change, from the lists of changes by stage name. A change that all stages have
     in common is yielded once, before the others, with an empty stage name."""
     common_changes = set.intersection(*map(set, changes.values())) if changes else set()
-    shared_changes = dict.fromkeys(change for lines in changes.values() for change in lines if change in common_changes)
-    yield from (("", change) for change in shared_changes)
+    ordered_changes = dict.fromkeys(
+        change for lines in changes.values() for change in lines if change in common_changes
+    )
+    yield from (("", change) for change in ordered_changes)
     yield from ((name, change) for name, lines in changes.items() for change in lines if change not in common_changes)
 
 

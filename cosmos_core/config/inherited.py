@@ -35,9 +35,11 @@ def _inherit_model_settings(pipeline: Pipeline) -> Pipeline:
         if not stage.model and exported_stage_name and "model_name_or_path" not in recipe.policy.model_fields_set:
             while (name := referenced_stage(pipeline.initial_model(source_stage))) is not None:
                 source_stage = pipeline.stage(name)
-            policy = recipes[source_stage.name].policy
-            model = {"model_name_or_path": source_stage.model or policy.model_name_or_path}
-            recipe = recipe.copy_with(policy=recipe.policy.copy_with(**model, model_revision=policy.model_revision))
+            policy_config = recipes[source_stage.name].policy
+            model = {"model_name_or_path": source_stage.model or policy_config.model_name_or_path}
+            recipe = recipe.copy_with(
+                policy=recipe.policy.copy_with(**model, model_revision=policy_config.model_revision)
+            )
         recipes[stage.name] = recipe
     return replace(pipeline, recipes=recipes)
 
@@ -76,6 +78,6 @@ def _inherit_chat_templates(pipeline: Pipeline) -> Pipeline:
         has_own_template = any(recipes[each].policy.chat_template is not None for each in (name, *readers))
         reader_templates = {templates[reader] for reader in readers}
         if len(reader_templates) == 1 and not (has_own_template or referenced_stage(pipeline.stage(name).model)):
-            policy = recipes[name].policy.copy_with(chat_template=reader_templates.pop())
-            recipes[name] = recipes[name].copy_with(policy=policy)
+            policy_config = recipes[name].policy.copy_with(chat_template=reader_templates.pop())
+            recipes[name] = recipes[name].copy_with(policy=policy_config)
     return replace(pipeline, recipes=recipes)

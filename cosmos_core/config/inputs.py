@@ -196,7 +196,9 @@ def _dataset_input(key: str, name: str, file_patterns: tuple[str, ...], *, allow
     return StageInput(key, "data", location, location_type, file_patterns)
 
 
-def _find_media_folder(stage: StageConfig, recipe: Recipe, images: ImageSettings, model: StageInput | None) -> str:
+def _find_media_folder(
+    stage: StageConfig, recipe: Recipe, image_config: ImageSettings, model: StageInput | None
+) -> str:
     """Return the folder to which image paths in the rows are relative; empty if there is no such folder, or if the
     model reads only text.
 
@@ -204,9 +206,9 @@ def _find_media_folder(stage: StageConfig, recipe: Recipe, images: ImageSettings
     downloaded yet, because it is unknown whether the model reads images. A changed image is still noticed in training,
     because prepared rows hold the digest of each image.
     """
-    if images.media_path:
-        return _to_existing_path(images.media_path)
-    rows_path = images.annotation_path
+    if image_config.media_path:
+        return _to_existing_path(image_config.media_path)
+    rows_path = image_config.annotation_path
     model_folder = model.location if model and model.location_type == "folder" else ""
     if model_folder and any(os.path.isfile(Path(model_folder, name)) for name in _PROCESSOR_FILES):
         rows_path = rows_path or stage.data or next(iter(recipe.datasets.values())).name

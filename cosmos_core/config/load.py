@@ -170,8 +170,8 @@ def describe_unsupported_value(tables: TomlTable) -> str:
         if any(isinstance(child, int) and not -(1 << 63) <= child < 1 << 63 for child in child_values):
             return "an integer of more than 64 bits, the most that TOML has"
         # Refuse bytes that are not UTF-8, which command lines and file names may contain, but TOML cannot.
-        strings = [child for child in child_values if isinstance(child, str)]
-        if any("\0" in string or string.encode("utf-8", "ignore").decode() != string for string in strings):
+        string_values = [child for child in child_values if isinstance(child, str)]
+        if any("\0" in string or string.encode("utf-8", "ignore").decode() != string for string in string_values):
             return "a text with null characters or with bytes that are not UTF-8"
         values_at_depth = [child for child in child_values if isinstance(child, dict | list)]
     return f"nested more than {MAX_NESTING_DEPTH} tables deep" if values_at_depth else ""
@@ -194,8 +194,8 @@ def _describe_validation_error(table: type[Table], error: Any, keys: list[str], 
     if error_type == "union_tag_not_found":
         return f"{key}.{error_context['discriminator'].strip(chr(39))}: is required"
     if error_type == "union_tag_invalid":
-        type_key, tag = f"{key}.{error_context['discriminator'].strip(chr(39))}", error_context["tag"]
-        return f"{type_key} = {shorten_value(tag)}: must be one of {error_context['expected_tags']}"
+        type_key, type_value = f"{key}.{error_context['discriminator'].strip(chr(39))}", error_context["tag"]
+        return f"{type_key} = {shorten_value(type_value)}: must be one of {error_context['expected_tags']}"
     if error_type in _TOML_TYPE_BY_ERROR_TYPE:
         lacks_quotes = error_type == "string_type" and not isinstance(error["input"], dict | list)
         quotes_hint = f", in quotes (with --set: '{key}=\"...\"')" if lacks_quotes and not keys[-1].isdigit() else ""

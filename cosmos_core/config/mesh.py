@@ -157,16 +157,16 @@ def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model: Mapping[s
     if key_prefix == "rollout.parallelism":
         replicates_kv_heads = isinstance(num_kv_heads, int) and num_kv_heads > 0 and mesh.tp_size % num_kv_heads == 0
         num_kv_heads = None if replicates_kv_heads else num_kv_heads
-    item_counts_by_name = (
+    named_counts = (
         ("attention heads", num_heads),
         ("key-value heads", num_kv_heads),
         ("features of the feed-forward part", model.get("intermediate_size")),
     )
-    for item_name, num_items in item_counts_by_name:
-        _check_divisibility(f"{key_prefix}.tp_size", mesh.tp_size, item_name, num_items)
+    for count_name, count in named_counts:
+        _check_divisibility(f"{key_prefix}.tp_size", mesh.tp_size, count_name, count)
     if isinstance(num_heads, int):
-        item_name = f"attention heads of tp_size = {mesh.tp_size}"
-        _check_divisibility(f"{key_prefix}.cp_size", mesh.cp_size, item_name, num_heads // mesh.tp_size)
+        count_name = f"attention heads of tp_size = {mesh.tp_size}"
+        _check_divisibility(f"{key_prefix}.cp_size", mesh.cp_size, count_name, num_heads // mesh.tp_size)
     num_experts = next((model[key] for key in _EXPERT_COUNT_KEYS if isinstance(model.get(key), int)), None)
     if mesh.ep_size > 1 and model and num_experts is None:
         raise ConfigError(f"{key_prefix}.ep_size = {mesh.ep_size}: the model has no experts; set it to 1")
@@ -187,15 +187,15 @@ def _check_pipeline_stages(key_prefix: str, mesh: ParallelismConfig, num_layers:
         larger_layer_counts = range(mesh.pp_layers_per_stage + 1, num_layers + 1)
         meshes = (mesh.copy_with(pp_layers_per_stage=layer_count) for layer_count in larger_layer_counts)
         nearest_size = next(m.pp_layers_per_stage for m in meshes if m.num_pipeline_stages(num_layers) <= num_layers)
-        setting = f"{key_prefix}.pp_layers_per_stage = {mesh.pp_layers_per_stage}"
+        setting_text = f"{key_prefix}.pp_layers_per_stage = {mesh.pp_layers_per_stage}"
         problem = f"makes {num_stages} stages of the model's {num_layers} layers"
-        raise ConfigError(f"{setting} {problem}; the nearest is {nearest_size}")
+        raise ConfigError(f"{setting_text} {problem}; the nearest is {nearest_size}")
 
 
-def _check_divisibility(key: str, size: int, item_name: str, num_items: Any) -> None:
-    if isinstance(num_items, int) and num_items > 0 and num_items % size:
-        nearest_size = max(divisor for divisor in range(1, size + 1) if num_items % divisor == 0)
-        raise ConfigError(f"{key} = {size} does not divide the {num_items} {item_name}; the nearest is {nearest_size}")
+def _check_divisibility(key: str, size: int, count_name: str, count: Any) -> None:
+    if isinstance(count, int) and count > 0 and count % size:
+        nearest_size = max(divisor for divisor in range(1, size + 1) if count % divisor == 0)
+        raise ConfigError(f"{key} = {size} does not divide the {count} {count_name}; the nearest is {nearest_size}")
 
 
 def _check_batch_size(recipe: Recipe, num_shards: int) -> None:

@@ -93,34 +93,36 @@ def group_overrides(
     pipeline_table: TomlTable = {}
     stage_tables: defaultdict[str, TomlTable] = defaultdict(dict)
     for override in overrides:
-        (scope, *remaining_keys), value, option_text = override.keys, override.value, f"--set {override.text!r}"
-        is_stage_name = scope in stage_names
-        if is_stage_name and remaining_keys and (scope not in Recipe.model_fields or remaining_keys[0] in _STAGE_KEYS):
+        (prefix, *remaining_keys), value, option_text = override.keys, override.value, f"--set {override.text!r}"
+        is_stage_name = prefix in stage_names
+        if is_stage_name and remaining_keys and (prefix not in Recipe.model_fields or remaining_keys[0] in _STAGE_KEYS):
             keys = ["overrides", *remaining_keys] if remaining_keys[0] in Recipe.model_fields else remaining_keys
-            stage_tables[scope] = merge_tables(stage_tables[scope], nest_value(keys, value))
-        elif scope in Recipe.model_fields:
+            stage_tables[prefix] = merge_tables(stage_tables[prefix], nest_value(keys, value))
+        elif prefix in Recipe.model_fields:
             for name in stage_names:  # set the value in each stage, so that it takes precedence over recipe files
                 stage_tables[name] = merge_tables(stage_tables[name], nest_value(["overrides", *override.keys], value))
-        elif scope == "pipeline" and remaining_keys and remaining_keys[0] != "stages":
+        elif prefix == "pipeline" and remaining_keys and remaining_keys[0] != "stages":
             pipeline_table = merge_tables(pipeline_table, nest_value(remaining_keys, value))
-        elif scope == "pipeline":
+        elif prefix == "pipeline":
             pipeline_keys = ", ".join(name for name in PipelineConfig.model_fields if name != "stages")
             remedy_text = f"write pipeline.KEY=VALUE with one of {pipeline_keys}, or STAGE.KEY=VALUE"
             raise ConfigError(f"{option_text}: {remedy_text}")
-        elif scope.endswith(IMPLIED_STAGE_SUFFIX) and (name := scope.removesuffix(IMPLIED_STAGE_SUFFIX)) in stage_names:
+        elif (
+            prefix.endswith(IMPLIED_STAGE_SUFFIX) and (name := prefix.removesuffix(IMPLIED_STAGE_SUFFIX)) in stage_names
+        ):
             raise ConfigError(
-                f"{option_text}: stage {scope!r} is implied by {name!r}; write it out in [[pipeline.stages]] to set a "
+                f"{option_text}: stage {prefix!r} is implied by {name!r}; write it out in [[pipeline.stages]] to set a "
                 f"key of it, or set one of its recipe with {name}.KEY=VALUE"
             )
         elif is_stage_name:
-            raise ConfigError(f"{option_text}: {scope!r} is a stage; write {scope}.KEY=VALUE")
+            raise ConfigError(f"{option_text}: {prefix!r} is a stage; write {prefix}.KEY=VALUE")
         else:
             valid_names = list(dict.fromkeys([*stage_names, *Recipe.model_fields, "pipeline"]))
             name = ".".join(override.keys)
             full_keys = list(dict.fromkeys(key for key, _, _ in all_fields(Recipe) if key.endswith(f".{name}")))
             full_key_hint = f"; did you mean {' or '.join(map(repr, full_keys))}?" if full_keys else ""
-            correction_hint = trl.describe_equivalent_key(name) or full_key_hint or suggest_names(scope, valid_names)
-            raise ConfigError(f"{option_text}: {scope!r} is no stage and no table of a recipe{correction_hint}")
+            correction_hint = trl.describe_equivalent_key(name) or full_key_hint or suggest_names(prefix, valid_names)
+            raise ConfigError(f"{option_text}: {prefix!r} is no stage and no table of a recipe{correction_hint}")
     return pipeline_table, stage_tables
 
 

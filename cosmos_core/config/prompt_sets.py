@@ -32,8 +32,8 @@ def find_prompt_set(name: str, key: str) -> Path | None:
     for path in (PROMPT_SETS_FOLDER / name, PROMPT_SETS_FOLDER / f"{name}.txt"):
         if path.exists():
             return path
-    target = f"{PROMPT_SETS_FOLDER / name}, or give the path of a folder or a file"
-    remedy = f"download {KNOWN_PROMPT_SETS[name]} to {target}"
+    destination_text = f"{PROMPT_SETS_FOLDER / name}, or give the path of a folder or a file"
+    remedy = f"download {KNOWN_PROMPT_SETS[name]} to {destination_text}"
     raise DataError(f"{key} = {name!r} is a known prompt set and not on this machine; {remedy}")
 
 

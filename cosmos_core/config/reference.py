@@ -31,8 +31,8 @@ def _group_keys_by_table() -> list[dict[str, object]]:
             keys_by_table.setdefault((key.name.rpartition(".")[0], key.table), []).append(key)
     tables: list[dict[str, object]] = []
     for (table_path, table_class), table_keys in keys_by_table.items():
-        about = " ".join((table_class.__doc__ or "").partition("\n\n")[0].split())
-        tables.append({"heading": _table_heading(table_path, table_class), "about": about, "rows": table_keys})
+        table_summary = " ".join((table_class.__doc__ or "").partition("\n\n")[0].split())
+        tables.append({"heading": _table_heading(table_path, table_class), "about": table_summary, "rows": table_keys})
     return tables
 
 

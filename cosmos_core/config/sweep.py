@@ -87,9 +87,9 @@ def _expand_sweep(
     recipes, new_stages, branches = dict(pipeline.recipes), [], []
     dependent_stage_names = pipeline.stage_and_dependents(sweep_stage.name)
     for branch_suffix, grid_point in _list_grid_points(sweep_config.grid, max(map(len, copied_stage_names))):
-        copy_names = {original_name: f"{original_name}-{branch_suffix}" for original_name in copied_stage_names}
+        copy_by_original = {original_name: f"{original_name}-{branch_suffix}" for original_name in copied_stage_names}
         split_keys = {key: _split_grid_key(key, sweep_stage.name, copied_stage_names) for key in grid_point}
-        for original_name, name in copy_names.items():
+        for original_name, name in copy_by_original.items():
             if name in recipes:
                 raise ConfigError(f"{error_prefix}: sweep: the name {name!r} of a branch is taken by another stage")
             # A copied `prepare` stage gets the grid values of the stage with the sweep, whose rows it prepares.
@@ -103,15 +103,15 @@ def _expand_sweep(
                 tables = merge_tables(tables_by_stage[source_stage], _nest_dotted_settings(recipe_overrides))
                 tables = with_current_algorithm_keys(tables, [])
                 recipe = parse_table(Recipe, tables, error_prefix=f"{error_prefix}{settings_text}", notices=[])
-            recipes[name] = _rename_references(recipe, copy_names)
-            stage = _rename_references(pipeline.stage(original_name), copy_names)
+            recipes[name] = _rename_references(recipe, copy_by_original)
+            stage = _rename_references(pipeline.stage(original_name), copy_by_original)
             stage_arguments = {key: value for key, value in stage_settings.items() if _is_stage_argument(key)}
             if source_stage == original_name:
                 arguments = merge_tables({"arguments": stage.arguments}, _nest_dotted_settings(stage_arguments))
                 stage = stage.model_copy(update=arguments)
-            predecessor_names = tuple(copy_names.get(predecessor, predecessor) for predecessor in stage.after)
+            predecessor_names = tuple(copy_by_original.get(predecessor, predecessor) for predecessor in stage.after)
             new_stages.append(stage.model_copy(update={"name": name, "after": predecessor_names, "sweep": None}))
-        branches.append(SweepBranch(stages=tuple(copy_names.values()), settings=grid_point))
+        branches.append(SweepBranch(stages=tuple(copy_by_original.values()), settings=grid_point))
     name, branch_stages = sweep_stage.name, tuple(stage_name for branch in branches for stage_name in branch.stages)
     kind = next(kind_name for kind_name, kind in pipeline.stage_kinds.items() if kind.selects_branch)
     sweep = sweep_config.model_copy(update={"grid": {}, "through": (), "branches": tuple(branches)})
@@ -128,11 +128,11 @@ def _find_copied_stages(
 ) -> tuple[str, ...]:
     """Return the names of the stages that are copied into each branch of a sweep: the stage with the sweep, the stages
     between it and those in `through`, and the stage that prepares the rows if the grid affects the rows."""
-    location, copied_stage_names = _make_error_prefix(pipeline, sweep_stage), {sweep_stage.name}
+    error_prefix, copied_stage_names = _make_error_prefix(pipeline, sweep_stage), {sweep_stage.name}
     dependent_stage_names = pipeline.stage_and_dependents(sweep_stage.name)
     for name in sweep_config.through:
         if name not in dependent_stage_names:
-            raise ConfigError(f"{location}: sweep.through: stage {name!r} is not behind {sweep_stage.name!r}")
+            raise ConfigError(f"{error_prefix}: sweep.through: stage {name!r} is not behind {sweep_stage.name!r}")
         copied_stage_names |= {other for other in dependent_stage_names if name in pipeline.stage_and_dependents(other)}
     rows_stage_name = referenced_stage(sweep_stage.data) or ""
     recipe_tables = tables_by_stage[sweep_stage.name]
@@ -141,10 +141,10 @@ def _find_copied_stages(
         key_stage_name, stage_key = _split_grid_key(current_key(key), sweep_stage.name, tuple(copied_stage_names))
         if not key_stage_name:
             suggestion = suggest_names(key, list(_GRID_TABLE_NAMES))
-            raise ConfigError(f"{location}: sweep.grid: {key!r} is no key of a recipe{suggestion}")
+            raise ConfigError(f"{error_prefix}: sweep.grid: {key!r} is no key of a recipe{suggestion}")
         kind = pipeline.stage_kind(pipeline.stage(key_stage_name))
         if _is_stage_argument(stage_key) and _STAGE_ARGUMENTS_KEY not in kind.allowed_keys:
-            raise ConfigError(f"{location}: sweep.grid: {key!r}: a stage of kind {kind.name!r} takes no arguments")
+            raise ConfigError(f"{error_prefix}: sweep.grid: {key!r}: a stage of kind {kind.name!r} takes no arguments")
         if (key_stage_name == sweep_stage.name and has_own_rows and stage_key != _SEED_KEY) and (
             stage_key == _TOKENIZER_KEY or pipeline.stage_kind(pipeline.stage(rows_stage_name)).reads_key(stage_key)
         ):
@@ -152,10 +152,10 @@ def _find_copied_stages(
     for name in sorted(copied_stage_names):
         stage = pipeline.stage(name)
         if not pipeline.stage_kind(stage).is_reusable:
-            raise ConfigError(f"{location}: sweep: stage {name!r} of kind {stage.kind!r} cannot be in a branch; put it "
-                              "behind the choice")  # fmt: skip
+            raise ConfigError(f"{error_prefix}: sweep: stage {name!r} of kind {stage.kind!r} cannot be in a branch; "
+                              "put it behind the choice")  # fmt: skip
         if name != sweep_stage.name and stage.sweep is not None:
-            raise ConfigError(f"{location}: sweep.through: stage {name!r} has a sweep of its own")
+            raise ConfigError(f"{error_prefix}: sweep.through: stage {name!r} has a sweep of its own")
     return tuple(stage.name for stage in pipeline.stages if stage.name in copied_stage_names)
 
 

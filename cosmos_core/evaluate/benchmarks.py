@@ -39,13 +39,15 @@ def open_benchmarks(config: EvaluateConfig) -> Benchmarks:
     if config.confirm_run_unsafe_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     task_manager = _open_task_manager(config)
-    names = list(dict.fromkeys(name for pattern in config.tasks for name in match_tasks(task_manager, pattern)))
-    loaded = {name: _load_tasks(task_manager, name) for name in names}
-    tasks = {name: task for each in loaded.values() for name, task in each["tasks"].items()}
+    task_names = list(dict.fromkeys(name for pattern in config.tasks for name in match_tasks(task_manager, pattern)))
+    loaded_by_name = {name: _load_tasks(task_manager, name) for name in task_names}
+    tasks = {name: task for each in loaded_by_name.values() for name, task in each["tasks"].items()}
     # Leave out what a group contains that is named as well, because lm-eval refuses to run a task twice.
-    groups = {name: each for name, each in loaded.items() if name in each["groups"]}
-    contained = {part for name, each in groups.items() for part in (*each["tasks"], *each["groups"]) if part != name}
-    names = [name for name in names if name not in contained]
+    groups = {name: each for name, each in loaded_by_name.items() if name in each["groups"]}
+    names_in_groups = {
+        member for name, each in groups.items() for member in (*each["tasks"], *each["groups"]) if member != name
+    }
+    task_names = [name for name in task_names if name not in names_in_groups]
     for name, task in tasks.items():
         if getattr(task, "UNSAFE_CODE", False) and not config.confirm_run_unsafe_code:
             problem = f"{name!r} executes code that the model writes, without a sandbox"
@@ -53,7 +55,9 @@ def open_benchmarks(config: EvaluateConfig) -> Benchmarks:
         if getattr(task, "MULTIMODAL", False):
             raise ConfigError(f"evaluate.tasks: {name!r} has images, and evaluations have text alone; leave it out")
     num_items_by_name = {name: len(task.eval_docs) for name, task in tasks.items()}
-    return Benchmarks(task_manager, names, {name: min(n, config.limit or n) for name, n in num_items_by_name.items()})
+    return Benchmarks(
+        task_manager, task_names, {name: min(n, config.limit or n) for name, n in num_items_by_name.items()}
+    )
 
 
 def _open_task_manager(config: EvaluateConfig) -> TaskManager:
@@ -81,10 +85,10 @@ def _load_tasks(task_manager: TaskManager, task_name: str) -> dict[str, Any]:
     `tasks` and `groups`, whose values are the loaded tasks and groups by name. Raise `ConfigError` if a task cannot be
     loaded, and `DataError` if its rows cannot be read."""
     try:
-        loaded: dict[str, Any] = dict(task_manager.load([task_name]))
-        for task in loaded["tasks"].values():
+        loaded_tasks: dict[str, Any] = dict(task_manager.load([task_name]))
+        for task in loaded_tasks["tasks"].values():
             len(task.eval_docs)
-        return loaded
+        return loaded_tasks
     except ImportError as error:
         raise ConfigError(f"evaluate.tasks: {task_name!r} needs a package that is not installed: {error}") from error
     except _DATASET_ERRORS as error:

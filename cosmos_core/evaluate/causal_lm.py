@@ -105,9 +105,11 @@ def _make_task_error(error: Exception) -> Exception:
 def _describe_model(stage: Stage) -> str:
     """Check that the stage's model has weights, a tokenizer and, if the recipe applies it, a chat template; return the
     name of the model's architecture."""
-    policy, uses_chat_template = stage.recipe.policy, stage.recipe.evaluate.apply_chat_template
-    model_config = load_config(stage.model, policy.model_revision)
-    tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template if uses_chat_template else None)
+    policy_config, uses_chat_template = stage.recipe.policy, stage.recipe.evaluate.apply_chat_template
+    model_config = load_config(stage.model, policy_config.model_revision)
+    tokenizer = load_tokenizer(
+        stage.model, policy_config.model_revision, policy_config.chat_template if uses_chat_template else None
+    )
     if uses_chat_template and not tokenizer.chat_template:
         problem = f"evaluate.apply_chat_template = true: {stage.model!r} has no chat template"
         raise ModelError(f"{problem}; set it to false, or policy.chat_template to one")

@@ -46,11 +46,11 @@ def check(stage: Stage) -> Outcome:
     num_frames = diffusion_model.config.inference_frames if diffusion_model.is_video else 1
     diffusion_model.latent_shape(*diffusion_model.config.inference_size, num_frames)
     prompt_sets = read_prompt_sets(evaluate_config)
-    prompts = [prompt for set_prompts in prompt_sets.values() for prompt in set_prompts[:_NUM_CHECKED_PROMPTS]]
+    prompts = [prompt for prompt_list in prompt_sets.values() for prompt in prompt_list[:_NUM_CHECKED_PROMPTS]]
     media_groups = make_media_groups(prompts, num_frames, diffusion_model.config.inference_size)
     reward_weights = dict.fromkeys(evaluate_config.rewards, 1.0)
     rewards_text = call_rewards(stage.recipe.reward_settings, reward_weights, media_groups, stage.progress.beat)
-    prompt_counts_text = ", ".join(f"{name} ({len(set_prompts)} prompts)" for name, set_prompts in prompt_sets.items())
+    prompt_counts_text = ", ".join(f"{name} ({len(prompt_list)} prompts)" for name, prompt_list in prompt_sets.items())
     return Outcome(info={"found": f"{diffusion_model.folder.class_name}; {prompt_counts_text}; {rewards_text}"})
 
 

@@ -73,7 +73,7 @@ def _open_hf_model(stage: Stage) -> Any:
 
 
 def _open_vllm_model(stage: Stage) -> Any:
-    config, rollout = stage.recipe.evaluate, stage.recipe.rollout
+    config, rollout_config = stage.recipe.evaluate, stage.recipe.rollout
     set_environment()
     with restore_process_state():
         vllm_module = import_vllm()
@@ -84,8 +84,9 @@ def _open_vllm_model(stage: Stage) -> Any:
         try:
             return VLLM(
                 pretrained=stage.model, revision=stage.recipe.policy.model_revision, max_length=config.max_length,
-                tensor_parallel_size=rollout.parallelism.tp_size, gpu_memory_utilization=rollout.gpu_memory_utilization,
-                enforce_eager=rollout.enforce_eager or not torch.cuda.is_available(),
+                tensor_parallel_size=rollout_config.parallelism.tp_size,
+                gpu_memory_utilization=rollout_config.gpu_memory_utilization,
+                enforce_eager=rollout_config.enforce_eager or not torch.cuda.is_available(),
                 batch_size=config.batch_size or _DEFAULT_VLLM_BATCH_SIZE,
                 seed=_LM_EVAL_SEED if config.seed is None else config.seed,
             )  # fmt: skip

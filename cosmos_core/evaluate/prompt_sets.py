@@ -27,12 +27,14 @@ def read_prompt_sets(config: EvaluateConfig) -> dict[str, list[Prompt]]:
 
 
 def _read_prompt_set(location: str, max_prompts: int | None) -> list[Prompt]:
-    set_path = find_prompt_set(location, _CONFIG_KEY) or Path(os.path.expanduser(location))
-    if not os.path.exists(set_path):  # a missing path would be read as a data set on the Hub
+    prompts_path = find_prompt_set(location, _CONFIG_KEY) or Path(os.path.expanduser(location))
+    if not os.path.exists(prompts_path):  # a missing path would be read as a data set on the Hub
         raise DataError(f"{_CONFIG_KEY}: {location} does not exist; give a file, a folder or the name of a known set")
-    split = "test" if set_path.is_dir() else "train"
+    split = "test" if prompts_path.is_dir() else "train"
     prompts: list[Prompt] = []
-    for item in islice(open_media_items(DatasetConfig(name=str(set_path), split=(split,)), _CONFIG_KEY)(), max_prompts):
+    for item in islice(
+        open_media_items(DatasetConfig(name=str(prompts_path), split=(split,)), _CONFIG_KEY)(), max_prompts
+    ):
         if item.problem or not item.prompt:
             raise DataError(f"{_CONFIG_KEY}: {location}: {item.problem or f'{item.location}: the prompt is empty'}")
         reference_response = find_reference_response(item.metadata, "")

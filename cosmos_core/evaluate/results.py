@@ -55,8 +55,8 @@ def build_table(item_rows: list[dict[str, Any]]) -> pa.Table:
     """Return a table of evaluated items with the columns of `_COLUMN_TYPES` and one column per metric. The value is
     null if an item lacks a metric or a column."""
     column_names = dict.fromkeys([*_COLUMN_TYPES, *(name for row in item_rows for name in row)])
-    schema = pa.schema([(name, _COLUMN_TYPES.get(name, pa.float64())) for name in column_names])
-    return pa.Table.from_pylist(item_rows, schema=schema)
+    table_schema = pa.schema([(name, _COLUMN_TYPES.get(name, pa.float64())) for name in column_names])
+    return pa.Table.from_pylist(item_rows, schema=table_schema)
 
 
 def select_sample_records(samples: Mapping[str, list[dict[str, Any]]], max_records: int) -> list[dict[str, JsonValue]]:

@@ -75,19 +75,19 @@ def average_scores(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
     set without a valid reward: `StageFailed` if another attempt can succeed, otherwise `RewardError`."""
     metrics: dict[str, float] = {}
     for set_name in dict.fromkeys(item.set_name for item in scored_prompts):
-        set_prompts = [item for item in scored_prompts if item.set_name == set_name]
-        prompt_means = [item.mean_rewards() for item in set_prompts]
+        scores_of_set = [item for item in scored_prompts if item.set_name == set_name]
+        prompt_means = [item.mean_rewards() for item in scores_of_set]
         reward_names = dict.fromkeys(reward_name for reward_values in prompt_means for reward_name in reward_values)
         if not reward_names:
-            error_text = f"no sample of prompt set {set_name!r} has a valid reward; the first: {set_prompts[0].error}"
-            raise RewardError(error_text) if set_prompts[0].is_permanent_error else StageFailed(error_text)
+            error_text = f"no sample of prompt set {set_name!r} has a valid reward; the first: {scores_of_set[0].error}"
+            raise RewardError(error_text) if scores_of_set[0].is_permanent_error else StageFailed(error_text)
         for reward_name in reward_names:
             reward_values = [item[reward_name] for item in prompt_means if reward_name in item]
             metrics[f"evaluation/{set_name}/{reward_name}"] = float(np.mean(reward_values))
             if len(reward_values) > 1:
                 standard_error = float(np.std(reward_values, ddof=1)) / math.sqrt(len(reward_values))
                 metrics[f"evaluation/{set_name}/{reward_name}_stderr"] = standard_error
-        metrics[f"evaluation/{set_name}/invalid"] = float(sum(item.num_invalid for item in set_prompts))
+        metrics[f"evaluation/{set_name}/invalid"] = float(sum(item.num_invalid for item in scores_of_set))
     return metrics
 
 

@@ -73,13 +73,13 @@ def load_tool(path: str) -> Callable[..., Any]:
 
 def tool_paths_by_name(import_paths: Iterable[str]) -> dict[str, str]:
     """Return the import path of each tool by its function name; raise `ConfigError` if two tools have the same name."""
-    paths_by_name: dict[str, str] = {}
+    path_by_tool_name: dict[str, str] = {}
     for path in import_paths:
         name = path.rpartition(":")[2]
-        if name in paths_by_name:
-            raise ConfigError(f"{TOOLS_KEY}: {paths_by_name[name]!r} and {path!r} have one name; rename a function")
-        paths_by_name[name] = path
-    return paths_by_name
+        if name in path_by_tool_name:
+            raise ConfigError(f"{TOOLS_KEY}: {path_by_tool_name[name]!r} and {path!r} have one name; rename a function")
+        path_by_tool_name[name] = path
+    return path_by_tool_name
 
 
 def parse_tool_calls(turn_text: str) -> list[ToolCall]:

@@ -53,15 +53,15 @@ class ToolRunner(WorkerPool):
     ) -> None:
         """Set up the runner for the tools at the import paths `tool_paths`. `send_heartbeat` is called while the runner
         waits for results; `num_workers` None: one worker process per core, up to 16."""
-        self._paths = tool_paths_by_name(tool_paths)
-        self._timeout, self._environment_names = timeout_seconds, tuple(variable_names)
+        self._tool_paths = tool_paths_by_name(tool_paths)
+        self._timeout_seconds, self._environment_names = timeout_seconds, tuple(variable_names)
         self._send_heartbeat = send_heartbeat
         self._num_workers = min(num_workers or count_usable_cores(), _MAX_PROCESSES)
 
     def schemas(self) -> list[dict[str, Any]]:
         """Return the JSON schema of each tool, which the chat template renders into the prompt. Raise `ConfigError` if
         the signature of a tool lacks types, or its docstring lacks descriptions."""
-        return self._call_in_pool(_make_tool_schemas) if self._paths else []
+        return self._call_in_pool(_make_tool_schemas) if self._tool_paths else []
 
     def run_tool_calls(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Make tool calls concurrently, and return the results in the order of the calls."""
@@ -71,10 +71,14 @@ class ToolRunner(WorkerPool):
                 break
             pool = self._get_working_pool()
             futures = [
-                pool.schedule(_call_tool, args=(self._paths[calls[i].name], calls[i].arguments), timeout=self._timeout)
+                pool.schedule(
+                    _call_tool,
+                    args=(self._tool_paths[calls[i].name], calls[i].arguments),
+                    timeout=self._timeout_seconds,
+                )
                 for i in pending_indices
             ]
-            if not wait_for_futures(futures, self._timeout + START_TIMEOUT_SECONDS, self._send_heartbeat):
+            if not wait_for_futures(futures, self._timeout_seconds + START_TIMEOUT_SECONDS, self._send_heartbeat):
                 self.close()  # close a pool in which a process was lost, or none has started
             for i, future in zip(pending_indices, futures, strict=True):
                 tool_results[i] = self._collect_call_result(calls[i].name, future)
@@ -84,8 +88,10 @@ class ToolRunner(WorkerPool):
         """Return an error as the result of a call that is malformed or names an unknown tool; None: a valid call."""
         if call.error:
             return _make_error_result(call.error)
-        if call.name not in self._paths:
-            return _make_error_result(f"there is no tool {call.name!r}; there are: {', '.join(self._paths) or 'none'}")
+        if call.name not in self._tool_paths:
+            return _make_error_result(
+                f"there is no tool {call.name!r}; there are: {', '.join(self._tool_paths) or 'none'}"
+            )
         return None
 
     def _collect_call_result(self, tool_name: str, future: Future[ToolResult]) -> ToolResult | None:
@@ -95,14 +101,16 @@ class ToolRunner(WorkerPool):
         except BrokenProcessPool:
             return None
         except (ProcessExpired, TimeoutError) as error:
-            reason = f"not done in {self._timeout:g} s" if isinstance(error, TimeoutError) else describe_exit(error)
+            reason = (
+                f"not done in {self._timeout_seconds:g} s" if isinstance(error, TimeoutError) else describe_exit(error)
+            )
             logger.warning("tool %s: %s", tool_name, reason)
             return _make_error_result(reason)
         except Exception as error:  # noqa: BLE001 - any error, such as of unpicklable arguments, goes to the policy
             return _make_error_result(error_on_one_line(error))
 
     def _start_pool(self) -> ProcessPool:
-        process_pool = self._replace_pool(_start_worker, list(self._paths.values()))
+        process_pool = self._replace_pool(_start_worker, list(self._tool_paths.values()))
         self._call_in_pool(_load_tools)
         return process_pool
 
@@ -110,7 +118,7 @@ class ToolRunner(WorkerPool):
         process_pool = self._pool or self._start_pool()
         try:
             with cleanup_on_error(self.close):
-                future = process_pool.schedule(pool_function, args=(list(self._paths.values()),))
+                future = process_pool.schedule(pool_function, args=(list(self._tool_paths.values()),))
                 if not wait_for_futures([future], START_TIMEOUT_SECONDS, self._send_heartbeat):
                     raise StageFailed(f"{TOOLS_KEY}: the tools were not loaded in {START_TIMEOUT_SECONDS:g} s")
                 return future.result()

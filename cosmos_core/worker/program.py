@@ -193,8 +193,8 @@ def _call_program(stage_program: Callable[..., Outcome], stage: Stage) -> Outcom
             raise Preempted(f"{stage_description} exited with {EXIT_PREEMPTED}") from error
         raise ProgramError(f"{stage_description} exited with {error.code!r} instead of returning") from error
     if not isinstance(stage_outcome, Outcome):
-        returned_text = "nothing" if stage_outcome is None else f"a {type(stage_outcome).__name__}"
-        raise ConfigError(f"{stage_description} returned {returned_text}; return a cosmos_core.types.Outcome")
+        returned_type_text = "nothing" if stage_outcome is None else f"a {type(stage_outcome).__name__}"
+        raise ConfigError(f"{stage_description} returned {returned_type_text}; return a cosmos_core.types.Outcome")
     return stage_outcome
 
 
@@ -202,10 +202,10 @@ def _convert_user_code_error(error: Exception, recipe: Recipe) -> Exception:
     """Return an error raised in a user's algorithm, engine or model family as a `ProgramError` that names the key of
     the recipe, the file and the line. Return any other error unchanged."""
     for key in _USER_CODE_KEYS:
-        name, frames = str(attrgetter(key)(recipe)), traceback.extract_tb(error.__traceback__)
+        name, stack_frames = str(attrgetter(key)(recipe)), traceback.extract_tb(error.__traceback__)
         with suppress(ConfigError):  # ignore a built-in name, which has no file
             user_file = os.path.realpath(locate_code(name)) if is_user_code(name) else ""
-            if line_numbers := [each.lineno for each in frames if os.path.realpath(each.filename) == user_file]:
+            if line_numbers := [each.lineno for each in stack_frames if os.path.realpath(each.filename) == user_file]:
                 return ProgramError(
                     f"{key} = {name!r}: {type(error).__name__}: {error} ({user_file}:{line_numbers[-1]})"
                 )

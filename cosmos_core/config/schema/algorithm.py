@@ -78,8 +78,8 @@ class AlgorithmConfig(Table):
         the copy, settings of the data set, such as its system prompt, replace those of the algorithm."""
         if not self.datasets:
             return {"train.train_policy.dataset": self}
-        copies = (self.copy_with(datasets=(), dataset=each, **self._dataset_settings(each)) for each in self.datasets)
-        return {f"train.train_policy.datasets.{i}": table for i, table in enumerate(copies)}
+        tables = (self.copy_with(datasets=(), dataset=each, **self._dataset_settings(each)) for each in self.datasets)
+        return {f"train.train_policy.datasets.{i}": table for i, table in enumerate(tables)}
 
     @staticmethod
     def _dataset_settings(dataset: SourceConfig) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class AlgorithmConfig(Table):
             raise ValueError(f"datasets: two are called {repeated_labels[0]!r} in metrics; give each a label")
         if len({dataset.weight is None for dataset in self.datasets}) > 1:
             raise ValueError("datasets: some have a weight and others none; give each a weight, or none of them")
-        set_values = {name: getattr(self, name) for name in self.model_fields_set - {"datasets"}}
+        values_in_recipe = {name: getattr(self, name) for name in self.model_fields_set - {"datasets"}}
         for i, dataset_config in enumerate(self.datasets):
             dataset_settings = self._dataset_settings(dataset_config)
             if unknown_keys := [name for name in dataset_settings if name not in type(self).model_fields]:
@@ -183,7 +183,7 @@ class AlgorithmConfig(Table):
             if "reward_function" in dataset_settings and self.remote_reward_config is not None:
                 raise ValueError(f"datasets.{i}.reward_function excludes use_remote_reward; leave one of them out")
             try:
-                type(self).model_validate({**set_values, **dataset_settings})
+                type(self).model_validate({**values_in_recipe, **dataset_settings})
             except ValidationError as error:
                 error_text = error.errors()[0]["msg"].removeprefix("Value error, ")
                 raise ValueError(f"datasets.{i}: {error_text}") from None

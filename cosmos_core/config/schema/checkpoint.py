@@ -71,8 +71,8 @@ class CheckpointConfig(Table):
     @model_validator(mode="after")
     def _check_upload_targets(self) -> Self:
         if self.save_freq <= 0 and self.save_freq_in_epoch <= 0:
-            exception = f"unless save_freq_in_epoch (= {self.save_freq_in_epoch}) is"
-            raise ValueError(f"save_freq = {self.save_freq} must be at least 1 {exception}")
+            condition_text = f"unless save_freq_in_epoch (= {self.save_freq_in_epoch}) is"
+            raise ValueError(f"save_freq = {self.save_freq} must be at least 1 {condition_text}")
         if self.upload_s3 and not self.s3_bucket:
             remedy_text = "name the bucket or set upload_s3 = false"
             raise ValueError(f"upload_s3 = {self.upload_s3!r} needs s3_bucket; {remedy_text}")

@@ -89,5 +89,5 @@ class DistillationConfig(Table):
             reason = "the prompt has no log-probabilities of the rollout"
             yield f"distillation.include_prompt = true excludes {excluded_key}: {reason}; set one of them to false"
         if self.master_dtype != "float32" and self.param_dtype == "float32":
-            master_text = f"distillation.master_dtype = '{self.master_dtype}'"
-            yield f"distillation.param_dtype = 'float32' is wider than {master_text}; make them equal"
+            master_dtype_text = f"distillation.master_dtype = '{self.master_dtype}'"
+            yield f"distillation.param_dtype = 'float32' is wider than {master_dtype_text}; make them equal"

@@ -99,12 +99,12 @@ OmittedIfEmpty = AffectsResult(True, omits_empty_value=True)
 def find_metadata(field: FieldInfo, metadata_type: type) -> Any:
     """Return the object of type `metadata_type` in the metadata of a field, or of a member of its union, such as
     `Annotated[int, ...] | None`; None if there is none."""
-    if (cached_entry := _METADATA_BY_FIELD.get(id(field))) is None:
+    if (field_and_metadata := _METADATA_BY_FIELD.get(id(field))) is None:
         is_union = get_origin(field.annotation) in {Union, types.UnionType}
-        members = [each for each in get_args(field.annotation) if is_union and get_origin(each) is Annotated]
-        metadata_in_union = [item for member in members for item in get_args(member)[1:]]
-        cached_entry = _METADATA_BY_FIELD[id(field)] = field, [*field.metadata, *metadata_in_union]
-    return next((metadata for metadata in cached_entry[1] if isinstance(metadata, metadata_type)), None)
+        union_members = [each for each in get_args(field.annotation) if is_union and get_origin(each) is Annotated]
+        metadata_in_union = [item for union_member in union_members for item in get_args(union_member)[1:]]
+        field_and_metadata = _METADATA_BY_FIELD[id(field)] = field, [*field.metadata, *metadata_in_union]
+    return next((metadata for metadata in field_and_metadata[1] if isinstance(metadata, metadata_type)), None)
 
 
 _METADATA_BY_FIELD: dict[int, tuple[FieldInfo, list[Any]]] = {}

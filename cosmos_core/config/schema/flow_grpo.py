@@ -43,8 +43,8 @@ class FlowGrpoConfig(FlowPolicyConfig):
         yield from super().unsupported_setting_errors(stage)
         diffusers_config = stage.recipe.policy.diffusers
         if diffusers_config.sample.deterministic_sampling:
-            setting = "policy.diffusers.sample.deterministic_sampling = true"
-            yield f"{setting} leaves FlowGRPO nothing to learn from; set it to false"
+            setting_text = "policy.diffusers.sample.deterministic_sampling = true"
+            yield f"{setting_text} leaves FlowGRPO nothing to learn from; set it to false"
         if not diffusers_config.sample.noise_level:
             yield "policy.diffusers.sample.noise_level = 0 leaves FlowGRPO nothing to learn from; raise it"
         step_window = stochastic_step_window(diffusers_config.flow_rl, diffusers_config.sample.num_steps)

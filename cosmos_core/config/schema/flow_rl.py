@@ -91,13 +91,13 @@ class FlowPolicyConfig(GrpoConfig):
         diffusers_config = stage.recipe.policy.diffusers
         data_beta, max_frames = diffusers_config.flow_rl.data_beta, diffusers_config.flow_rl.max_conditional_frames
         if self.rows == "media" and max_frames:
-            rollout_start = f"rollouts start from policy.diffusers.flow_rl.max_conditional_frames = {max_frames}"
+            start_text = f"rollouts start from policy.diffusers.flow_rl.max_conditional_frames = {max_frames}"
             if diffusers_config.train_frames != diffusers_config.inference_frames:
-                reason = f"{rollout_start} frames of clips, which must be as long as theirs"
+                reason = f"{start_text} frames of clips, which must be as long as theirs"
                 remedy = f"set it to inference_frames = {diffusers_config.inference_frames}"
                 yield f"policy.diffusers.train_frames = {diffusers_config.train_frames}: {reason}; {remedy}"
             if self.dataset.aspect_ratio_buckets:
-                reason = f"{rollout_start} frames of clips, which must have the size of theirs"
+                reason = f"{start_text} frames of clips, which must have the size of theirs"
                 yield f"train.train_policy.dataset.aspect_ratio_buckets = true: {reason}; set it to false"
         if self.rows == "media" and not data_beta:
             yield "policy.diffusers.flow_rl.data_beta = 0 leaves out the real images or clips; set it to about 0.01"

@@ -189,9 +189,9 @@ class GrpoConfig(RlConfig):
         if self.algo == "gdpo" and any(source_config.reward_function for source_config in self.datasets):
             remedy = "leave reward_function of datasets out"
             raise ValueError(f"algo = 'gdpo' compares the same rewards in all groups; {remedy}")
-        low, high = self.rollout_correction_low, self.rollout_correction_high
-        if low > high:
-            problem = f"rollout_correction_low = {low:g} is above rollout_correction_high = {high:g}"
+        min_weight, max_weight = self.rollout_correction_low, self.rollout_correction_high
+        if min_weight > max_weight:
+            problem = f"rollout_correction_low = {min_weight:g} is above rollout_correction_high = {max_weight:g}"
             raise ValueError(f"{problem}: no weight is between; swap them")
         mask_keys = [n for n in ("geometric_mask", "mean_k3_mask", "max_k3_mask") if getattr(self, n) is not None]
         if mask_keys and self.use_rollout_logprobs_for_loss:

@@ -109,6 +109,6 @@ class PolicyParallelismConfig(ParallelismConfig):
             reason = f"torch does not compile weights that tp_size = {self.tp_size} splits for rows of any length"
             yield f"train.compile = true: the blocks run as they are, because {reason}"
         if config.rows_per_pass < self.pp_size * self.pp_micro_batch_size and self.pp_size > 1:
-            limit = f"pp_size x pp_micro_batch_size = {self.pp_size} x {self.pp_micro_batch_size}"
-            reason = f"rows that go through the pipeline between two waits, fewer than {limit}"
+            limit_text = f"pp_size x pp_micro_batch_size = {self.pp_size} x {self.pp_micro_batch_size}"
+            reason = f"rows that go through the pipeline between two waits, fewer than {limit_text}"
             yield f"train.train_policy.mini_batch = {policy.mini_batch}: {reason}; raise it to keep the ranks busy"

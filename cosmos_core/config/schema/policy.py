@@ -78,9 +78,9 @@ class PolicyConfig(Table):
             yield from self.parallelism.unsupported_axis_errors("policy.enable_liger_kernel = true")
         for axis in ("tp_size", "cp_size", "pp_size") if self.aux_loss_coeff and stage.kind.trains_model else ():
             if (size := getattr(self.parallelism, axis)) > 1:
-                setting = f"policy.aux_loss_coeff = {self.aux_loss_coeff}"
+                setting_text = f"policy.aux_loss_coeff = {self.aux_loss_coeff}"
                 reason = "routers must see whole sequences on one rank"
-                yield f"{setting} excludes policy.parallelism.{axis} = {size} here: {reason}; set it to 1"
+                yield f"{setting_text} excludes policy.parallelism.{axis} = {size} here: {reason}; set it to 1"
 
     def _diffusion_errors(self, stage: StageContext) -> Iterator[str]:
         for axis in ("tp_size", "pp_size", "ep_size") if stage.kind.has_mesh else ():

@@ -182,9 +182,9 @@ class RlConfig(AlgorithmConfig):
         if all(_is_generated_dataset(each) for each in datasets or (policy_table.get("dataset"),)):
             policy_table = policy_table | reward_setting
         if any(map(_is_generated_dataset, datasets)):
-            generated_flags = [isinstance(each, dict) and _is_generated_dataset(each) for each in datasets]
-            datasets_and_flags = zip(datasets, generated_flags, strict=True)
-            datasets = [reward_setting | each if has_default else each for each, has_default in datasets_and_flags]
+            is_generated_flags = [isinstance(each, dict) and _is_generated_dataset(each) for each in datasets]
+            datasets_with_flags = zip(datasets, is_generated_flags, strict=True)
+            datasets = [reward_setting | each if is_generated else each for each, is_generated in datasets_with_flags]
             policy_table = policy_table | {"datasets": datasets}
         return policy_table
 
@@ -199,8 +199,8 @@ class RlConfig(AlgorithmConfig):
     def with_bypassed_rewards(self) -> Self:
         """Return a copy with `bypass_reward`. A `reward_function` that the user has not set becomes empty: in a
         resolved recipe, which sets all keys, the default would count as set, and validation would use it."""
-        is_reward_default = "reward_function" not in self.model_fields_set
-        return self.copy_with(bypass_reward=True, reward_function={} if is_reward_default else self.reward_function)
+        is_default_reward = "reward_function" not in self.model_fields_set
+        return self.copy_with(bypass_reward=True, reward_function={} if is_default_reward else self.reward_function)
 
     @field_validator("dataloader_batch_size")
     @classmethod
@@ -222,8 +222,8 @@ class RlConfig(AlgorithmConfig):
 
     @field_validator("outdated_rollout_fetch_batch_size")
     @classmethod
-    def _set_default_fetch_size(cls, fetch_size: int, info: ValidationInfo) -> int:
-        return _DAPO_MAX_EXTRA_PROMPTS if info.data.get("variant") == "dapo" and fetch_size <= 0 else fetch_size
+    def _set_default_fetch_size(cls, num_prompts: int, info: ValidationInfo) -> int:
+        return _DAPO_MAX_EXTRA_PROMPTS if info.data.get("variant") == "dapo" and num_prompts <= 0 else num_prompts
 
     @field_validator("max_inflight_steps")
     @classmethod

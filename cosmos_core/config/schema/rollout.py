@@ -152,8 +152,8 @@ class RolloutConfig(Table):
             reason = "weights travel through host memory"
             yield f"rollout.weight_transfer = 'native' has no effect with {conflicting_settings[0]}: {reason}"
         else:
-            fallback = "without a GPU or NCCL, weights travel through host memory"
-            yield f"rollout.weight_transfer = 'native' has never run on a GPU; {fallback}"
+            fallback_text = "without a GPU or NCCL, weights travel through host memory"
+            yield f"rollout.weight_transfer = 'native' has never run on a GPU; {fallback_text}"
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         yield from self._temperature_errors(stage)
@@ -220,12 +220,12 @@ class RolloutConfig(Table):
         model_max_length = stage.recipe.policy.model_max_length
         has_text_rollouts = stage.kind.feed == "rollouts" and not stage.recipe.policy.is_diffusers
         if has_text_rollouts and stage.recipe.may_split_groups:
-            groups = f"groups of rollout.n_generation = {self.n_generation} completions"
-            setting = f"train.train_batch_per_replica = {stage.recipe.train.train_batch_per_replica}"
-            yield f"{setting}: {groups} are compared as a whole and spread over train steps"
+            groups_text = f"groups of rollout.n_generation = {self.n_generation} completions"
+            setting_text = f"train.train_batch_per_replica = {stage.recipe.train.train_batch_per_replica}"
+            yield f"{setting_text}: {groups_text} are compared as a whole and spread over train steps"
         if has_text_rollouts and self.max_response_length >= model_max_length:
-            limit = f"the tokens that its prompt leaves of policy.model_max_length = {model_max_length}"
-            yield f"rollout.max_response_length = {self.max_response_length}: a completion gets {limit}"
+            limit_text = f"the tokens that its prompt leaves of policy.model_max_length = {model_max_length}"
+            yield f"rollout.max_response_length = {self.max_response_length}: a completion gets {limit_text}"
         changed_keys = filter(self.sampling_config.is_set, ("top_p", "top_k", "repetition_penalty"))
         changed_settings = [f"{name} = {getattr(self.sampling_config, name)}" for name in changed_keys]
         if changed_settings and stage.kind.trains_model and stage.recipe.train.train_policy.has_rollouts:

@@ -30,6 +30,6 @@ class SftConfig(SupervisedConfig):
     @model_validator(mode="after")
     def _check_column_pair(self) -> Self:
         if bool(self.prompt_column_name) != bool(self.response_column_name):
-            columns = f"{self.prompt_column_name!r} and response_column_name = {self.response_column_name!r}"
-            raise ValueError(f"prompt_column_name = {columns}: name both columns, or neither")
+            columns_text = f"{self.prompt_column_name!r} and response_column_name = {self.response_column_name!r}"
+            raise ValueError(f"prompt_column_name = {columns_text}: name both columns, or neither")
         return self

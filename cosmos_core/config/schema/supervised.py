@@ -43,8 +43,10 @@ class SupervisedConfig(AlgorithmConfig):
     def column_names(self) -> dict[str, str]:
         """Return the column names that the recipe sets, by the default name of each column."""
         default_names = ("prompt", "response", "chosen", "rejected", "label")
-        set_names = {name: getattr(self, f"{name}_column_name", "") for name in default_names}
-        return {name: each for name, each in set_names.items() if each and (name in default_names[:2] or each != name)}
+        name_by_default = {name: getattr(self, f"{name}_column_name", "") for name in default_names}
+        return {
+            name: each for name, each in name_by_default.items() if each and (name in default_names[:2] or each != name)
+        }
 
     @model_validator(mode="after")
     def _check_columns_and_load_balancing(self) -> Self:
@@ -52,8 +54,8 @@ class SupervisedConfig(AlgorithmConfig):
         # A resolved recipe sets every key, so a value counts as set by the user only if it is not the default.
         default_conversation_column = type(self).model_fields["conversation_column_name"].default
         if prompt_column and self.conversation_column_name != default_conversation_column:
-            columns = f"{prompt_column!r} and conversation_column_name = {self.conversation_column_name!r}"
-            raise ValueError(f"prompt_column_name = {columns} both name what is asked; leave one out")
+            columns_text = f"{prompt_column!r} and conversation_column_name = {self.conversation_column_name!r}"
+            raise ValueError(f"prompt_column_name = {columns_text} both name what is asked; leave one out")
         if not self.enable_dp_load_balancing:
             return self
         if self.load_balanced_batching_strategy not in {"prefer_first", "prefer_closest"}:

@@ -218,7 +218,7 @@ def _are_tables(field_value: Any) -> bool:
 
 def result_values(table: Table) -> dict[str, Any]:
     """Return the values of a table that can change results, nested tables included, JSON types only."""
-    result_by_name: dict[str, Any] = {}
+    value_by_name: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
         field_value = getattr(table, name)
         omits_empty_value = getattr(find_metadata(field, AffectsResult), "omits_empty_value", False)
@@ -228,12 +228,12 @@ def result_values(table: Table) -> dict[str, Any]:
         if omits_empty_value and _are_tables(field_value):
             subtable_values = [result_values(subtable) for subtable in field_value]
             subtable_keys = dict.fromkeys(key for row in subtable_values for key in row)
-            result_by_name[name] = {key: [row.get(key) for row in subtable_values] for key in subtable_keys}
+            value_by_name[name] = {key: [row.get(key) for row in subtable_values] for key in subtable_keys}
         elif not isinstance(field_value, Table):
-            result_by_name[name] = list(field_value) if isinstance(field_value, tuple) else field_value
-        elif nested_result := result_values(field_value):
-            result_by_name[name] = nested_result
-    return result_by_name
+            value_by_name[name] = list(field_value) if isinstance(field_value, tuple) else field_value
+        elif nested_values := result_values(field_value):
+            value_by_name[name] = nested_values
+    return value_by_name
 
 
 def convert_references(table: TableT, convert_reference_fn: Callable[[ReferenceKind, str], str]) -> TableT:

@@ -221,10 +221,10 @@ class TrainConfig(Table):
             and not train_policy.on_policy
             and train_policy.allowed_outdated_steps + 1 < sync_interval
         ):
-            min_steps = sync_interval - 1
+            min_outdated_steps = sync_interval - 1
             setting_text = f"train.train_policy.allowed_outdated_steps = {train_policy.allowed_outdated_steps}"
-            add_notice(info, f"{setting_text}: {min_steps}, which is sync_weight_interval - 1")
-            train_policy = train_policy.copy_with(allowed_outdated_steps=min_steps)
+            add_notice(info, f"{setting_text}: {min_outdated_steps}, which is sync_weight_interval - 1")
+            train_policy = train_policy.copy_with(allowed_outdated_steps=min_outdated_steps)
         return train_policy
 
     @field_validator("coalesce_weight_sync")
