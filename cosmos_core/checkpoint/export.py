@@ -137,8 +137,8 @@ def model_card(stage: Stage, instructions: LoadingInstructions) -> str:
     model_origin, base_model_name = stage.origin, strip_local_path(stage.origin.get("base_model", ""))
     revision = model_origin.get("revision", "")
     card_metadata = [f"library_name: {instructions.library}", *([f"base_model: {base_model_name}"] if revision else [])]
-    base_metadata = read_card_metadata(_base_model_folder(stage))
-    license_fields = {key: base_metadata[key] for key in _LICENSE_KEYS if key in base_metadata}
+    base_model_metadata = read_card_metadata(_base_model_folder(stage))
+    license_fields = {key: base_model_metadata[key] for key in _LICENSE_KEYS if key in base_model_metadata}
     card_metadata += yaml.safe_dump(license_fields, sort_keys=False).splitlines() if license_fields else []
     origin_text = f"made by `{strip_local_path(model_origin['made_by'])}`" if model_origin.get("made_by") else ""
     model_card_fields = {
@@ -168,16 +168,16 @@ def model_card(stage: Stage, instructions: LoadingInstructions) -> str:
 
 def num_trained_steps(stage: Stage) -> int:
     """Return for how many steps the upstream stage trained the exported model; 0 for a base model."""
-    return int(_get_upstream_info(stage).get("step", 0))
+    return int(_get_upstream_outcome_info(stage).get("step", 0))
 
 
 def describe_precision(stage: Stage) -> str:
     """Return the dtype of the export as text, followed by the training dtype if the two differ."""
-    dtype, training_dtype = stage.recipe.train.param_dtype, _get_upstream_info(stage).get("dtype", "")
+    dtype, training_dtype = stage.recipe.train.param_dtype, _get_upstream_outcome_info(stage).get("dtype", "")
     return dtype if training_dtype in {"", dtype} else f"{dtype}, cast from {training_dtype}, in which it was trained"
 
 
-def _get_upstream_info(stage: Stage) -> Mapping[str, Any]:
+def _get_upstream_outcome_info(stage: Stage) -> Mapping[str, Any]:
     """Return the `info` of the `Outcome` of the upstream stage that made the model, such as its step and dtype; empty
     for a base model."""
     return stage.inputs.get(str(referenced_stage(stage.config.model)), {}).get("info", {})
@@ -187,8 +187,8 @@ def adapter_files(stage: Stage) -> dict[str, bytes]:
     """Return the content of the adapter files that the upstream stage exported, by path in this export. The adapter's
     config is changed to name the base model by its public name instead of a local folder. Empty if there is no adapter,
     or if no stage of the run made the model, because the base model of the adapter is then unknown."""
-    is_made_by_stage = referenced_stage(stage.config.model) is not None
-    adapter_paths = sorted(Path(stage.model, ADAPTER_FOLDER).glob("*")) if is_made_by_stage else []
+    is_model_made_by_run = referenced_stage(stage.config.model) is not None
+    adapter_paths = sorted(Path(stage.model, ADAPTER_FOLDER).glob("*")) if is_model_made_by_run else []
     adapter_contents = {f"{ADAPTER_FOLDER}/{path.name}": path.read_bytes() for path in adapter_paths}
     if content := adapter_contents.get(name := f"{ADAPTER_FOLDER}/adapter_config.json"):
         adapter_config = json.loads(content) | {"base_model_name_or_path": _adapter_base_model(stage)}
@@ -199,8 +199,8 @@ def adapter_files(stage: Stage) -> dict[str, bytes]:
 def license_files(stage: Stage) -> dict[str, bytes]:
     """Return the content of the licence files of the base model by name; empty if the base model is in no local
     folder."""
-    base_files = sorted(_base_model_folder(stage).glob("*"))
-    license_paths = [file for file in base_files if _LICENSE_FILE_REGEX.fullmatch(file.name) and file.is_file()]
+    base_model_files = sorted(_base_model_folder(stage).glob("*"))
+    license_paths = [file for file in base_model_files if _LICENSE_FILE_REGEX.fullmatch(file.name) and file.is_file()]
     return {file.name: file.read_bytes() for file in license_paths}
 
 
@@ -211,4 +211,4 @@ def _base_model_folder(stage: Stage) -> Path:
 
 
 def _adapter_base_model(stage: Stage) -> str:
-    return str(_get_upstream_info(stage).get("base") or strip_local_path(stage.origin.get("base_model", "")))
+    return str(_get_upstream_outcome_info(stage).get("base") or strip_local_path(stage.origin.get("base_model", "")))

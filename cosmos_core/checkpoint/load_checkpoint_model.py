@@ -26,22 +26,24 @@ def find_checkpoint_step(stage: Stage) -> int:
     """Return the step of the upstream checkpoint that a stage's setting `checkpoint` (a number or `best`) selects.
     Raise `ModelError` if this checkpoint is not complete, or if `best` is set and the training was not validated."""
     checkpoint_setting, stage_name = stage.config.checkpoint, referenced_stage(stage.config.model)
-    setting = f"checkpoint = {checkpoint_setting!r} of stage {stage_name!r}"
+    setting_text = f"checkpoint = {checkpoint_setting!r} of stage {stage_name!r}"
     upstream_result = stage.inputs[str(stage_name)]
     if checkpoint_setting == "best":
         if not (best_step_record := upstream_result["info"].get("best")):
-            raise ModelError(f"{setting}: it was not validated, so no step is the best; set validation.enable = true")
+            raise ModelError(
+                f"{setting_text}: it was not validated, so no step is the best; set validation.enable = true"
+            )
         checkpoint_setting = best_step_record["step"]
     step, checkpoints_folder = int(checkpoint_setting), find_source_stage(Path(upstream_result["path"])) / "checkpoints"
     if step not in saved_steps(checkpoints_folder):
         saved_steps_text = ", ".join(map(str, saved_steps(checkpoints_folder))) or "none"
         raise ModelError(
-            f"{setting}: there is no checkpoint of step {checkpoint_setting}, only {saved_steps_text}; train with "
+            f"{setting_text}: there is no checkpoint of step {checkpoint_setting}, only {saved_steps_text}; train with "
             f"train.ckpt.enable_checkpoint = true, and raise train.ckpt.max_keep to keep more; a finished training is "
             f"made again with --from-stage {stage_name}"
         )
     if obstacle := resume_obstacle(checkpoints_folder, step, None):
-        raise ModelError(f"{setting}: {step_folder(checkpoints_folder, step)}: {obstacle}; choose another step")
+        raise ModelError(f"{setting_text}: {step_folder(checkpoints_folder, step)}: {obstacle}; choose another step")
     return step
 
 
@@ -51,8 +53,8 @@ def load_checkpoint_model(stage: Stage, step: int, diffusion_model: "DiffusionMo
     weights, the weights are this average. Raise a `ModelError` if the initial model cannot be loaded, or the checkpoint
     lacks a trained parameter of the model."""
     training_stage = find_train_stage(stage)
-    train, policy = training_stage.recipe.train, training_stage.recipe.policy
-    dtype = getattr(torch, train.master_dtype)
+    train_config, policy = training_stage.recipe.train, training_stage.recipe.policy
+    dtype = getattr(torch, train_config.master_dtype)
     torch.manual_seed(training_stage.seed)  # the training's seed gives LoRA adapters the same initial weights
     if diffusion_model is None:
         model: Any = load_model(training_stage.model, revision=policy.model_revision, dtype=dtype)
@@ -63,7 +65,9 @@ def load_checkpoint_model(stage: Stage, step: int, diffusion_model: "DiffusionMo
     storage_reader = dcp.HuggingFaceStorageReader(str(policy_folder))
     saved_names = storage_reader.read_metadata().state_dict_metadata.keys()
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    ema_weights = {name: torch.empty_like(p, dtype=torch.float32) for name, p in parameters.items() if train.ema_enable}
+    ema_weights = {
+        name: torch.empty_like(p, dtype=torch.float32) for name, p in parameters.items() if train_config.ema_enable
+    }
     # An SGD optimizer without momentum has no state, so only weights are read from the checkpoint.
     tensors = named_tensors(TrainState(model, torch.optim.SGD(parameters.values()), weight_sets={"ema": ema_weights}))
     if missing_names := sorted(tensors.keys() - saved_names):

@@ -44,7 +44,7 @@ def run(stage: Stage) -> Outcome:
     config = stage.recipe.merge
     upstream_results = _get_upstream_results(stage)
     model_folders = [Path(result["path"]) / str(result["info"]["model"]) for result in upstream_results]
-    weights = merge_coefficients(config, len(model_folders))
+    merge_weights = merge_coefficients(config, len(model_folders))
     stage.progress.phase("export")
     merged_folder = stage.path / _MODEL_FOLDER
     with (
@@ -52,17 +52,20 @@ def run(stage: Stage) -> Outcome:
         replace_folder(merged_folder) as temporary_folder,
         ExitStack() as exit_stack,
     ):
-        readers = [_TensorReader(str(folder), None, exit_stack) for folder in model_folders]
-        base_reader = _open_base_model(stage, exit_stack) if config.method in _TASK_VECTOR_METHODS else None
-        for other_model in readers[1:]:
-            _check_same_tensors(readers[0], other_model)
-        if base_reader is not None:
-            base_reader.add_missing_prefixes(readers[0])
-            _check_same_tensors(readers[0], base_reader, allows_extra=True)
-        for file_number, (weight_file, names) in enumerate(readers[0].names_by_file.items(), start=1):
-            tensors = {name: combine_tensors(config, weights, readers, base_reader, name, stage.seed) for name in names}
+        model_readers = [_TensorReader(str(folder), None, exit_stack) for folder in model_folders]
+        base_model_reader = _open_base_model(stage, exit_stack) if config.method in _TASK_VECTOR_METHODS else None
+        for other_model in model_readers[1:]:
+            _check_same_tensors(model_readers[0], other_model)
+        if base_model_reader is not None:
+            base_model_reader.add_missing_prefixes(model_readers[0])
+            _check_same_tensors(model_readers[0], base_model_reader, allows_extra_tensors=True)
+        for file_number, (weight_file, names) in enumerate(model_readers[0].names_by_file.items(), start=1):
+            tensors = {
+                name: combine_tensors(config, merge_weights, model_readers, base_model_reader, name, stage.seed)
+                for name in names
+            }
             save_file(tensors, temporary_folder / Path(weight_file).name, metadata={"format": "pt"})
-            stage.progress.step(file_number, len(readers[0].names_by_file))
+            stage.progress.step(file_number, len(model_readers[0].names_by_file))
             if stage.stop_requested:
                 raise Preempted(f"stage {stage.name!r} was asked to stop; run again to merge")
         for other_file in list_files_below(model_folders[0]):
@@ -116,14 +119,14 @@ class _TensorReader:
 def _open_base_model(stage: Stage, exit_stack: ExitStack) -> _TensorReader:
     """Return a reader of the base model's tensors. Pickled weights, of which no single tensor can be read, are
     converted to safetensors first, in a folder that `exit_stack` removes."""
-    revision, converted_folder = stage.recipe.policy.model_revision, stage.path / "base"
+    revision, converted_model_folder = stage.recipe.policy.model_revision, stage.path / "base"
     if not weight_files(stage.model, revision)[1]:
         return _TensorReader(stage.model, revision, exit_stack)
-    exit_stack.callback(shutil.rmtree, converted_folder, ignore_errors=True)
+    exit_stack.callback(shutil.rmtree, converted_model_folder, ignore_errors=True)
     model = load_model(stage.model, revision=revision, dtype=torch.float32)
     with use_default_generation_config(model):
-        model.save_pretrained(converted_folder)
-    return _TensorReader(str(converted_folder), None, exit_stack)
+        model.save_pretrained(converted_model_folder)
+    return _TensorReader(str(converted_model_folder), None, exit_stack)
 
 
 def combine_tensors(
@@ -179,12 +182,14 @@ def merge_coefficients(config: MergeConfig, num_models: int) -> Sequence[float]:
     return config.weights
 
 
-def _check_same_tensors(first_model: _TensorReader, other_model: _TensorReader, *, allows_extra: bool = False) -> None:
-    """Raise `ModelError` unless two models have tensors of the same names and shapes. With `allows_extra`,
+def _check_same_tensors(
+    first_model: _TensorReader, other_model: _TensorReader, *, allows_extra_tensors: bool = False
+) -> None:
+    """Raise `ModelError` unless two models have tensors of the same names and shapes. With `allows_extra_tensors`,
     `other_model` can have further tensors, such as an output layer that is stored although it is tied to the
     embedding."""
     first_shapes, other_shapes = first_model.get_shapes(), other_model.get_shapes()
-    compared_names = first_shapes.keys() if allows_extra else {*first_shapes, *other_shapes}
+    compared_names = first_shapes.keys() if allows_extra_tensors else {*first_shapes, *other_shapes}
     if differing_names := sorted(name for name in compared_names if first_shapes.get(name) != other_shapes.get(name)):
         name = differing_names[0]
         raise ModelError(

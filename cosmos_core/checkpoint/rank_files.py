@@ -47,18 +47,20 @@ def select_owned_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Local
     return {name: local for name, local in local_tensors.items() if (name, local.offsets) not in shards_of_lower_ranks}
 
 
-def write_rank_files(folder: Path, tensors: Mapping[str, LocalTensor], extra_json: str) -> dict[str, dict[str, object]]:
+def write_rank_files(folder: Path, tensors: Mapping[str, LocalTensor], state_json: str) -> dict[str, dict[str, object]]:
     """Write this rank's files of a checkpoint to the disk; return size and digest of each file, by file name.
-    `extra_json` is the content of the JSON file; without `tensors` no safetensors file is written."""
+    `state_json` is the content of the JSON file; without `tensors` no safetensors file is written."""
     rank = rank_number()
     folder.mkdir(parents=True, exist_ok=True)
-    file_records = {json_file_name(rank): _write_file(folder / json_file_name(rank), [extra_json.encode()])}
+    file_records = {json_file_name(rank): _write_file(folder / json_file_name(rank), [state_json.encode()])}
     if tensors:
         tensor_offsets = {name: {SAVED_OFFSETS_KEY: local_tensor.offsets} for name, local_tensor in tensors.items()}
         metadata = {"format": "pt", CUSTOM_METADATA_KEY: json.dumps(tensor_offsets)}
-        blocks = safetensors_blocks({name: local_tensor.tensor for name, local_tensor in tensors.items()}, metadata)
+        file_blocks = safetensors_blocks(
+            {name: local_tensor.tensor for name, local_tensor in tensors.items()}, metadata
+        )
         tensor_file = folder / f"rank_{rank}.safetensors"
-        file_records[tensor_file.name] = _write_file(tensor_file, blocks)
+        file_records[tensor_file.name] = _write_file(tensor_file, file_blocks)
     return file_records
 
 
@@ -73,10 +75,14 @@ def safetensors_blocks(tensors: Mapping[str, torch.Tensor], metadata: dict[str, 
     # Tensors of wide dtypes come first, so that the offset of each tensor is a multiple of its element size.
     sorted_tensors = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, object] = {"__metadata__": metadata}
-    end = 0
+    end_byte = 0
     for name, tensor in sorted_tensors:
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start_byte, end_byte = end_byte, end_byte + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start_byte, end_byte],
+        }
     header_bytes = json.dumps(header).encode()
     header_bytes += b" " * (-len(header_bytes) % 8)
     yield len(header_bytes).to_bytes(8, "little") + header_bytes

@@ -45,10 +45,10 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(name_match[1]) for name_match in map(_STEP_FOLDER_PATTERN.fullmatch, folder_names) if name_match)
 
 
-def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hashed: bool = False) -> str | None:
+def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, skips_hash: bool = False) -> str | None:
     """Return the reason why training cannot resume from the checkpoint of a step in `folder`; None: it can.
-    `fingerprint` is that of the configuration to which the checkpoint must belong; None: any. `is_hashed`: whether this
-    process has already computed the digests of the files, so that only their sizes are compared."""
+    `fingerprint` is that of the configuration to which the checkpoint must belong; None: any. `skips_hash`: compare
+    only the sizes of the files, for example because this process has already computed their digests."""
     policy_folder = step_folder(folder, step) / "policy"
     manifest = read_manifest(policy_folder)
     if not manifest:
@@ -65,7 +65,7 @@ def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hash
     )
     if not is_complete or not isinstance(num_saved_ranks, int) or num_saved_ranks < 1:
         return f"{MANIFEST} is damaged: it does not say how many ranks saved which files, of which size and digest"
-    problems = (_find_file_problem(policy_folder / n, r, is_hashed=is_hashed) for n, r in manifest["files"].items())
+    problems = (_find_file_problem(policy_folder / n, r, skips_hash=skips_hash) for n, r in manifest["files"].items())
     return next(filter(None, problems), None)
 
 
@@ -105,7 +105,7 @@ def resume_obstacle_on_ranks(
     """Return the result of `resume_obstacle` for the checkpoint of a step, the same on all ranks, which call this
     function together. Each rank hashes only some of the files, because a single rank would take longer than the timeout
     of a collective. `send_heartbeat` is called before each."""
-    reason = broadcast_object(resume_obstacle(folder, step, fingerprint, is_hashed=True) if is_first_rank() else None)
+    reason = broadcast_object(resume_obstacle(folder, step, fingerprint, skips_hash=True) if is_first_rank() else None)
     policy_folder = step_folder(folder, step) / "policy"
     return reason or first_error_of_ranks(find_damaged_file(policy_folder, rank_number(), num_ranks(), send_heartbeat))
 
@@ -117,7 +117,7 @@ def find_damaged_file(policy_folder: Path, rank: int, num_ranks: int, send_heart
         return f"{MANIFEST} is gone"
     for name, file_record in sorted(file_records.items())[rank::num_ranks]:
         send_heartbeat()
-        if file_problem := _find_file_problem(policy_folder / name, file_record, is_hashed=False):
+        if file_problem := _find_file_problem(policy_folder / name, file_record, skips_hash=False):
             return file_problem
     return None
 
@@ -133,20 +133,23 @@ def check_checkpoint(policy_folder: Path) -> None:
     not hashed, and tensors are not compared with a model."""
     step = _read_step_number(policy_folder)
     refuse_pickled_shards(policy_folder)
-    if obstacle := resume_obstacle(policy_folder.parent.parent, step, None, is_hashed=True):
+    if obstacle := resume_obstacle(policy_folder.parent.parent, step, None, skips_hash=True):
         raise ModelError(f"checkpoint {policy_folder}: {obstacle}; {_REMEDY}")
 
 
-def load_checkpoint(policy_folder: Path, state: TrainState, send_heartbeat: Callable[[], None] = lambda: None) -> int:
-    """Load the checkpoint in the folder `policy_folder` (`.../step_N/policy`) into `state` on every rank, and return
-    its step N. The checkpoint can be of a run with other settings. Call `send_heartbeat` before each file is hashed.
-    Raise `ModelError` if the checkpoint is damaged, of another model, written by Cosmos-RL, or deleted meanwhile."""
+def load_checkpoint(
+    policy_folder: Path, train_state: TrainState, send_heartbeat: Callable[[], None] = lambda: None
+) -> int:
+    """Load the checkpoint in the folder `policy_folder` (`.../step_N/policy`) into `train_state` on every rank, and
+    return its step N. The checkpoint can be of a run with other settings. Call `send_heartbeat` before each file is
+    hashed. Raise `ModelError` if the checkpoint is damaged, of another model, written by Cosmos-RL, or deleted
+    meanwhile."""
     step = _read_step_number(policy_folder)
     refuse_pickled_shards(policy_folder)
     if obstacle := resume_obstacle_on_ranks(policy_folder.parent.parent, step, None, send_heartbeat):
         raise ModelError(f"checkpoint {policy_folder}: {obstacle}; {_REMEDY}")
     try:
-        load_state(state, policy_folder)
+        load_state(train_state, policy_folder)
     except Exception as error:  # another run that still trains may have deleted its checkpoint
         if policy_folder.is_dir():
             raise
@@ -154,19 +157,19 @@ def load_checkpoint(policy_folder: Path, state: TrainState, send_heartbeat: Call
     return step
 
 
-def load_state(state: TrainState, policy_folder: Path) -> None:
-    """Load the intact checkpoint in the folder `policy_folder` into `state` on every rank. `state.loop_state` becomes
-    the values that this rank saved. If the number of ranks has changed, it becomes the values of the first rank with
-    `rng` set to None. The random generators are not changed: call `restore_rng` after everything that reseeds them,
-    such as the start of a rollout engine."""
+def load_state(train_state: TrainState, policy_folder: Path) -> None:
+    """Load the intact checkpoint in the folder `policy_folder` into `train_state` on every rank.
+    `train_state.loop_state` becomes the values that this rank saved. If the number of ranks has changed, it becomes the
+    values of the first rank with `rng` set to None. The random generators are not changed: call `restore_rng` after
+    everything that reseeds them, such as the start of a rollout engine."""
     storage_reader = dcp.HuggingFaceStorageReader(str(policy_folder))
     saved_metadata: dict[str, Any] = storage_reader.read_metadata().state_dict_metadata
     shapes_and_dtypes = {name: (entry.size, entry.properties.dtype) for name, entry in saved_metadata.items()}
-    tensors = allocate_tensors(state, shapes_and_dtypes)
+    tensors = allocate_tensors(train_state, shapes_and_dtypes)
     with unwrap_checkpoint_errors():
         dcp.load(tensors, storage_reader=storage_reader, no_dist=True)
-    load_tensors(state, tensors)
-    restore_json_values(state, _read_json_values(policy_folder), tensors)
+    load_tensors(train_state, tensors)
+    restore_json_values(train_state, _read_json_values(policy_folder), tensors)
 
 
 def _read_json_values(policy_folder: Path) -> dict[str, Any]:
@@ -193,10 +196,10 @@ def refuse_pickled_shards(policy_folder: Path) -> None:
         )
 
 
-def _find_file_problem(file: Path, file_record: dict[str, Any], *, is_hashed: bool) -> str | None:
+def _find_file_problem(file: Path, file_record: dict[str, Any], *, skips_hash: bool) -> str | None:
     if os.path.isfile(file):  # unlike Path.is_file, os.path.isfile returns False for an invalid file name
         with suppress(FileNotFoundError):  # another run that still trains may delete its checkpoint now
             if (size := file.stat().st_size) != file_record["size"]:
                 return f"{file.name} has {size} bytes instead of {file_record['size']}"
-            return None if is_hashed or sha256(file) == file_record["sha256"] else f"{file.name} was altered"
+            return None if skips_hash or sha256(file) == file_record["sha256"] else f"{file.name} was altered"
     return f"{file.name} is gone"

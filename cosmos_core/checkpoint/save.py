@@ -34,7 +34,7 @@ from cosmos_core.parallel import exchange
 from cosmos_core.parallel.mesh import broadcast_object, is_first_rank, is_single_rank
 from cosmos_core.run.files import replace_folder, write_json
 
-_UNFINISHED_FOLDER = re.compile(r"\.(step_\d+)\.(?:\d+|parts)\.(tmp|old)")
+_UNFINISHED_FOLDER_REGEX = re.compile(r"\.(step_\d+)\.(?:\d+|parts)\.(tmp|old)")
 _SLOWEST_RANK_TIMEOUT = timedelta(hours=6)
 """Timeout of the collective in which ranks wait for the slowest rank to finish its files of a checkpoint."""
 
@@ -61,7 +61,7 @@ class Checkpointer:
         with its step. `send_heartbeat` is called before each file of a loaded checkpoint is hashed."""
         self._folder, self._fingerprint, self._max_keep = checkpoint_folder, fingerprint, max_keep
         self._on_saved, self._send_heartbeat = on_saved, send_heartbeat
-        self._write_thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if is_async else None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if is_async else None
         self._pending_save: Future[None] | None = None
         # Steps whose files this process wrote or verified; hashing them again at a stop could exceed the grace period.
         self._hashed_steps: set[int] = set()
@@ -73,14 +73,14 @@ class Checkpointer:
         if is_first_rank():
             checkpoint_folder.mkdir(parents=True, exist_ok=True)
             for path in list(checkpoint_folder.iterdir()):
-                name_match = _UNFINISHED_FOLDER.fullmatch(path.name)
+                name_match = _UNFINISHED_FOLDER_REGEX.fullmatch(path.name)
                 if name_match and name_match[2] == "old" and not (checkpoint_folder / name_match[1]).exists():
                     # Restore a complete checkpoint that the killed process had moved away to replace it.
                     os.rename(path, checkpoint_folder / name_match[1])
                 elif name_match:
                     shutil.rmtree(path, ignore_errors=True)
 
-    def save(self, step: int, state: TrainState, best_step: BestStep | None = None) -> None:
+    def save(self, step: int, train_state: TrainState, best_step: BestStep | None = None) -> None:
         """Save the training state after `step` steps. Also write `best_step`, the best step so far, to `best.json`; the
         checkpoint of that step is not deleted. In asynchronous mode, return after the previous save has ended and the
         state is copied. Raise `StageFailed` if this save, or the previous asynchronous one, failed because a disk is
@@ -88,13 +88,13 @@ class Checkpointer:
         self.wait()
         if is_first_rank():
             shutil.rmtree(self._temporary_folder(step), ignore_errors=True)
-        tensors = select_owned_tensors({name: tensor.detach() for name, tensor in named_tensors(state).items()})
-        extra_json = json.dumps(json_values(state))
-        if self._write_thread is None:
-            self._write_files(step, tensors, extra_json, best_step)
+        tensors = select_owned_tensors({name: tensor.detach() for name, tensor in named_tensors(train_state).items()})
+        state_json = json.dumps(json_values(train_state))
+        if self._executor is None:
+            self._write_files(step, tensors, state_json, best_step)
         else:  # the writer thread gets copies, because the optimizer changes the tensors in place
             host_tensors = self._copy_to_host(tensors)
-            self._pending_save = self._write_thread.submit(self._write_files, step, host_tensors, extra_json, best_step)
+            self._pending_save = self._executor.submit(self._write_files, step, host_tensors, state_json, best_step)
 
     def wait(self) -> None:
         """Wait until no rank is writing a checkpoint; raise a `StageFailed` if the last asynchronous save failed."""
@@ -105,12 +105,12 @@ class Checkpointer:
         """Return the step of the newest complete checkpoint, from which training can resume; None: no checkpoint."""
         return broadcast_object(self._newest_complete_step() if is_first_rank() else None)
 
-    def load_latest(self, state: TrainState) -> int | None:
-        """Load the newest complete checkpoint into `state` and return its step; None: no checkpoint. Raise a
+    def load_latest(self, train_state: TrainState) -> int | None:
+        """Load the newest complete checkpoint into `train_state` and return its step; None: no checkpoint. Raise a
         `ModelError` if it is of another model, or was written by Cosmos-RL."""
         step = resume.newest_complete_step_on_ranks(self._folder, self._fingerprint, self._send_heartbeat)
         if step is not None:
-            resume.load_state(state, step_folder(self._folder, step) / "policy")
+            resume.load_state(train_state, step_folder(self._folder, step) / "policy")
             self._hashed_steps.add(step)
         return step
 
@@ -129,8 +129,8 @@ class Checkpointer:
         try:
             self._wait_for_pending_save()
         finally:
-            if self._write_thread is not None:
-                self._write_thread.shutdown()
+            if self._executor is not None:
+                self._executor.shutdown()
             if self._stager is not None:
                 self._stager.close()
 
@@ -140,7 +140,7 @@ class Checkpointer:
             pending_save.result()
 
     def _write_files(
-        self, step: int, tensors: dict[str, LocalTensor], extra_json: str, best_step: BestStep | None
+        self, step: int, tensors: dict[str, LocalTensor], state_json: str, best_step: BestStep | None
     ) -> None:
         """Write this rank's files of a checkpoint, and wait until the files of all ranks are on the disk. The first
         rank then commits the checkpoint, records the best step, deletes old checkpoints, and calls `on_saved`. If the
@@ -149,7 +149,7 @@ class Checkpointer:
         file_records, error_message = dict[str, dict[str, object]](), ""
         try:
             with translate_disk_errors(checkpoint_name, self._describe_newest_complete):
-                file_records = write_rank_files(temporary_folder, tensors, extra_json)
+                file_records = write_rank_files(temporary_folder, tensors, state_json)
         except StageFailed as error:
             error_message = str(error)
         results_by_rank = [(file_records, error_message)]
@@ -209,9 +209,13 @@ class Checkpointer:
         if self._max_keep == -1:
             return
         folders = {n: step_folder(self._folder, n) / "policy" for n in saved_steps(self._folder) if n <= newest_step}
-        own_steps = [n for n, p in folders.items() if resume.read_manifest(p).get("fingerprint") == self._fingerprint]
-        deleted_steps = [step for step in own_steps[: -self._max_keep] if best_step is None or step != best_step.step]
-        if not deleted_steps or resume.resume_obstacle(self._folder, newest_step, self._fingerprint, is_hashed=True):
+        counted_steps = [
+            n for n, p in folders.items() if resume.read_manifest(p).get("fingerprint") == self._fingerprint
+        ]
+        deleted_steps = [
+            step for step in counted_steps[: -self._max_keep] if best_step is None or step != best_step.step
+        ]
+        if not deleted_steps or resume.resume_obstacle(self._folder, newest_step, self._fingerprint, skips_hash=True):
             return
         for step in deleted_steps:
             # The rename is atomic, so a killed process leaves no partially deleted checkpoint.
@@ -224,7 +228,7 @@ class Checkpointer:
 
     def _newest_complete_step(self) -> int | None:
         def check_resume(step: int) -> str | None:
-            return resume.resume_obstacle(self._folder, step, self._fingerprint, is_hashed=step in self._hashed_steps)
+            return resume.resume_obstacle(self._folder, step, self._fingerprint, skips_hash=step in self._hashed_steps)
 
         return resume.newest_complete_step(self._folder, saved_steps(self._folder), check_resume)
 

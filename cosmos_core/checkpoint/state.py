@@ -58,41 +58,46 @@ class TrainState:
     """State of the training algorithm, in the same form as `feed`."""
 
 
-def named_tensors(state: TrainState) -> dict[str, Tensor]:
+def named_tensors(train_state: TrainState) -> dict[str, Tensor]:
     """Return every tensor of a training state by its name in a checkpoint, without copying it: `model.NAME`, `SET.NAME`
     (in a further copy of the weights, such as "ema"), `optimizer.SLOT.NAME`, `feed.KEY` and `algorithm.KEY`."""
-    tensors = model_tensors(state.model) | _flatten_weight_sets(state)
-    for name, parameter in state.model.named_parameters():
-        for slot, state_value in state.optimizer.state.get(parameter, {}).items():
+    tensors = model_tensors(train_state.model) | _flatten_weight_sets(train_state)
+    for name, parameter in train_state.model.named_parameters():
+        for slot, state_value in train_state.optimizer.state.get(parameter, {}).items():
             is_8bit = hasattr(state_value, "qmap")
-            plain_tensors = {f":{n}": getattr(state_value, n) for n in _8BIT_NAMES} if is_8bit else {"": state_value}
-            tensors |= {f"{_OPTIMIZER_PREFIX}{slot}{suffix}.{name}": t for suffix, t in plain_tensors.items()}
+            tensor_by_suffix = {f":{n}": getattr(state_value, n) for n in _8BIT_NAMES} if is_8bit else {"": state_value}
+            tensors |= {f"{_OPTIMIZER_PREFIX}{slot}{suffix}.{name}": t for suffix, t in tensor_by_suffix.items()}
     for field_name in _STATEFUL_FIELD_NAMES:
-        _extract_tensors(getattr(state, field_name), field_name, tensors)
+        _extract_tensors(getattr(train_state, field_name), field_name, tensors)
     return tensors
 
 
-def json_values(state: TrainState) -> dict[str, JsonValue]:
+def json_values(train_state: TrainState) -> dict[str, JsonValue]:
     """Return the JSON values of a training state: `loop_state`, and the states of the data feed and of the algorithm.
     Each tensor is replaced by a JSON object with the tensor's name."""
-    state_by_field = {name: getattr(state, name) for name in _STATEFUL_FIELD_NAMES}
-    return state.loop_state | {key: _extract_tensors(value, key, {}) for key, value in state_by_field.items() if value}
+    state_by_field = {name: getattr(train_state, name) for name in _STATEFUL_FIELD_NAMES}
+    return train_state.loop_state | {
+        key: _extract_tensors(value, key, {}) for key, value in state_by_field.items() if value
+    }
 
 
-def restore_json_values(state: TrainState, saved_values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Set `loop_state`, `feed` and `algorithm` of `state` from a result of `json_values` and the loaded tensors."""
+def restore_json_values(train_state: TrainState, saved_values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Set `loop_state`, `feed` and `algorithm` of `train_state` from a result of `json_values` and the loaded
+    tensors."""
     for name in _STATEFUL_FIELD_NAMES:
-        setattr(state, name, _restore_tensors(saved_values.pop(name, {}), tensors))
-    state.loop_state = saved_values
+        setattr(train_state, name, _restore_tensors(saved_values.pop(name, {}), tensors))
+    train_state.loop_state = saved_values
 
 
-def allocate_tensors(state: TrainState, metadata: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+def allocate_tensors(
+    train_state: TrainState, metadata: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, Tensor]:
     """Return the tensors into which this rank loads a checkpoint, by name: the existing ones of the model and of
     further copies of its weights, and new ones for the states of optimizer, feed and algorithm. `metadata` has the
     shape and dtype of each saved tensor. All ranks call the function. Raise `ModelError` if the saved tensors of the
-    model and those of `state.model` differ in name or shape."""
-    target_tensors = model_tensors(state.model)
-    parameters = dict(state.model.named_parameters())
+    model and those of `train_state.model` differ in name or shape."""
+    target_tensors = model_tensors(train_state.model)
+    parameters = dict(train_state.model.named_parameters())
     shapes_by_rank = all_gather_object({name: tensor.shape for name, tensor in target_tensors.items()})
     expected_shapes = {name: shape for shapes in shapes_by_rank for name, shape in shapes.items()}
     saved_shapes = {name: shape for name, (shape, _) in metadata.items() if name.startswith(_MODEL_PREFIX)}
@@ -103,10 +108,10 @@ def allocate_tensors(state: TrainState, metadata: Mapping[str, tuple[torch.Size,
             f"the checkpoint is of another model: {len(differing_names)} tensors differ in name or shape, "
             f"first {differing_names[0].removeprefix(_MODEL_PREFIX)!r}; start from one of this model, or from none"
         )
-    current_tensors: dict[str, Tensor] = {}
+    stateful_tensors: dict[str, Tensor] = {}
     for field_name in _STATEFUL_FIELD_NAMES:
-        _extract_tensors(getattr(state, field_name), field_name, current_tensors)
-    weight_set_tensors = _flatten_weight_sets(state)
+        _extract_tensors(getattr(train_state, field_name), field_name, stateful_tensors)
+    weight_set_tensors = _flatten_weight_sets(train_state)
     for name, (shape, dtype) in metadata.items():
         parameter = parameters.get(name.removeprefix(_OPTIMIZER_PREFIX).partition(".")[2])
         if name in weight_set_tensors:
@@ -115,36 +120,37 @@ def allocate_tensors(state: TrainState, metadata: Mapping[str, tuple[torch.Size,
             template_tensor = parameter if parameter.shape == shape else torch.empty(shape)
             target_tensors[name] = torch.empty_like(template_tensor, dtype=dtype, requires_grad=False)
         elif name.partition(".")[0] in _STATEFUL_FIELD_NAMES:
-            is_sharded = isinstance(current_tensors.get(name), DTensor)
-            target_tensors[name] = current_tensors[name] if is_sharded else torch.empty(shape, dtype=dtype)
+            is_sharded = isinstance(stateful_tensors.get(name), DTensor)
+            target_tensors[name] = stateful_tensors[name] if is_sharded else torch.empty(shape, dtype=dtype)
     return target_tensors
 
 
-def load_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
-    """Complete `state` after a checkpoint has filled `tensors`, the result of `allocate_tensors`: set the state of the
-    optimizer, except for moments that another kind of optimizer saved, and copy the policy's weights into each of the
-    copies `POLICY_COPY_NAMES` that the checkpoint lacks."""
-    parameter_groups = state.optimizer.state_dict()["param_groups"]
-    parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
+def load_tensors(train_state: TrainState, tensors: Mapping[str, Tensor]) -> None:
+    """Complete `train_state` after a checkpoint has filled `tensors`, the result of `allocate_tensors`: set the state
+    of the optimizer, except for moments that another kind of optimizer saved, and copy the policy's weights into each
+    of the copies `POLICY_COPY_NAMES` that the checkpoint lacks."""
+    parameter_groups = train_state.optimizer.state_dict()["param_groups"]
+    parameters = [parameter for group in train_state.optimizer.param_groups for parameter in group["params"]]
     index_by_parameter = {parameter: index for index, parameter in enumerate(parameters)}
-    parameters_by_name = dict(state.model.named_parameters())
+    parameters_by_name = dict(train_state.model.named_parameters())
     slots_by_index: dict[int, dict[str, Tensor]] = {}
     for tensor_name, tensor in tensors.items():
         if tensor_name.startswith(_OPTIMIZER_PREFIX):
             slot, _, name = tensor_name.removeprefix(_OPTIMIZER_PREFIX).partition(".")
             slots_by_index.setdefault(index_by_parameter[parameters_by_name[name]], {})[slot] = tensor
-    is_8bit = type(state.optimizer).__name__.endswith("8bit")
-    muon_by_index = {index: group.get("is_matrix", False) for group in parameter_groups for index in group["params"]}
+    is_8bit = type(train_state.optimizer).__name__.endswith("8bit")
+    is_muon_by_index = {index: group.get("is_matrix", False) for group in parameter_groups for index in group["params"]}
     optimizer_state = {
         index: _merge_optimizer_slots(slots)
         for index, slots in slots_by_index.items()
-        if ("momentum_buffer" in slots) == muon_by_index[index] and (is_8bit or not any(":" in slot for slot in slots))
+        if ("momentum_buffer" in slots) == is_muon_by_index[index]
+        and (is_8bit or not any(":" in slot for slot in slots))
     }
     if num_dropped := len(slots_by_index) - len(optimizer_state):
         logger.warning("the checkpoint has moments of another optm_name: those of %d weights begin anew", num_dropped)
-    state.optimizer.load_state_dict({"state": optimizer_state, "param_groups": parameter_groups})
+    train_state.optimizer.load_state_dict({"state": optimizer_state, "param_groups": parameter_groups})
     for weight_set in POLICY_COPY_NAMES:
-        for name, tensor in state.weight_sets.get(weight_set, {}).items():
+        for name, tensor in train_state.weight_sets.get(weight_set, {}).items():
             if f"{weight_set}.{name}" not in tensors:
                 tensor.copy_(parameters_by_name[name].detach())
 
@@ -165,8 +171,10 @@ def restore_rng(rng_states: Mapping[str, Any]) -> None:
     """Restore the random generators from a result of `capture_rng`; GPUs that were absent at capture are unchanged."""
     python_version, python_state, next_gauss = rng_states["python"]
     random.setstate((python_version, tuple(python_state), next_gauss))
-    generator_keys, position, has_gauss, cached_gaussian = rng_states["numpy"]
-    np.random.set_state(("MT19937", np.array(generator_keys, dtype=np.uint32), position, has_gauss, cached_gaussian))
+    generator_keys, generator_position, has_gauss, cached_gaussian = rng_states["numpy"]
+    np.random.set_state(
+        ("MT19937", np.array(generator_keys, dtype=np.uint32), generator_position, has_gauss, cached_gaussian)
+    )
     torch.set_rng_state(_decode_rng_state(rng_states["torch"]))
     for device, encoded_state in enumerate(rng_states["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(_decode_rng_state(encoded_state), device)
@@ -177,11 +185,11 @@ def seed_rng(seed: int, step: int, rank: int, *, keeps_torch_rng: bool = False) 
     those of torch with a digest of `seed`, `step` and `rank`. Python and NumPy have equal generators on all ranks,
     because all ranks call the algorithm, which can be user code, on the same samples and need equal results."""
     seed_tuples = (seed, step), (seed, step, rank)
-    shared_digest, rank_digest = (hashlib.sha256(repr(seed_tuple).encode()).digest() for seed_tuple in seed_tuples)
-    random.seed(shared_digest)
-    np.random.seed(int.from_bytes(shared_digest[:4]))
+    shared_seed, rank_seed = (hashlib.sha256(repr(seed_tuple).encode()).digest() for seed_tuple in seed_tuples)
+    random.seed(shared_seed)
+    np.random.seed(int.from_bytes(shared_seed[:4]))
     if not keeps_torch_rng:
-        torch.manual_seed(int.from_bytes(rank_digest[:7]))
+        torch.manual_seed(int.from_bytes(rank_seed[:7]))
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -197,10 +205,10 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _flatten_weight_sets(state: TrainState) -> dict[str, Tensor]:
+def _flatten_weight_sets(train_state: TrainState) -> dict[str, Tensor]:
     # A weight set named "model" or "optimizer" would overwrite the tensors of the model or optimizer in the checkpoint.
-    assert not state.weight_sets.keys() & {"model", "optimizer", *_STATEFUL_FIELD_NAMES}
-    weight_sets = state.weight_sets.items()
+    assert not train_state.weight_sets.keys() & {"model", "optimizer", *_STATEFUL_FIELD_NAMES}
+    weight_sets = train_state.weight_sets.items()
     return {f"{weight_set}.{name}": tensor for weight_set, weights in weight_sets for name, tensor in weights.items()}
 
 
@@ -232,11 +240,11 @@ def _merge_optimizer_slots(slot_tensors: Mapping[str, Tensor]) -> dict[str, Tens
     is assembled from the tensors `_8BIT_NAMES`."""
     merged_slots = {slot: tensor for slot, tensor in slot_tensors.items() if ":" not in slot}
     for slot in [name.removesuffix(":codes") for name in slot_tensors if name.endswith(":codes")]:
-        state_class = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
+        optimizer_state_class = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
         codes, code_scales, qmap = (slot_tensors[f"{slot}:{name}"] for name in _8BIT_NAMES)
         # Move the other tensors to the device of `codes`, which is that of the parameter: torchao does not move them.
         code_scales, is_signed = code_scales.to(codes.device), bool(qmap.min() < 0)
-        merged_slots[slot] = state_class(codes, code_scales, qmap.to(codes.device), is_signed, torch.float32)
+        merged_slots[slot] = optimizer_state_class(codes, code_scales, qmap.to(codes.device), is_signed, torch.float32)
     return merged_slots
 
 
@@ -244,5 +252,5 @@ def _encode_rng_state(rng_state: Tensor) -> str:
     return base64.b64encode(rng_state.numpy().tobytes()).decode("ascii")
 
 
-def _decode_rng_state(encoded_state: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(encoded_state)), dtype=torch.uint8)
+def _decode_rng_state(encoded_rng_state: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(encoded_rng_state)), dtype=torch.uint8)

@@ -17,8 +17,8 @@ from cosmos_core import types
 
 T = TypeVar("T")
 
-_ALLOWED_CLASSES: list[Any] = [cls for cls in vars(types).values() if isinstance(cls, type) and is_dataclass(cls)]
-_ALLOWED_CLASSES_LOCK = threading.Lock()
+_SAFE_GLOBALS: list[Any] = [cls for cls in vars(types).values() if isinstance(cls, type) and is_dataclass(cls)]
+_SAFE_GLOBALS_LOCK = threading.Lock()
 """Lock around torch's process-wide list of classes that are safe to unpickle: without it, a thread that leaves
 `safe_globals` would remove the classes while another thread still needs them."""
 
@@ -55,5 +55,5 @@ def _serialize(python_value: Any) -> Tensor:
 
 
 def _deserialize(serialized_value: Tensor) -> Any:
-    with _ALLOWED_CLASSES_LOCK, torch.serialization.safe_globals(_ALLOWED_CLASSES):
+    with _SAFE_GLOBALS_LOCK, torch.serialization.safe_globals(_SAFE_GLOBALS):
         return torch.load(io.BytesIO(serialized_value.numpy().tobytes()), map_location="cpu", weights_only=True)

@@ -50,15 +50,15 @@ def find_split_experts(model: PreTrainedModel, num_ranks: int, *, allows_no_expe
     over `num_ranks` ranks. Raise ModelError if the model has no expert-parallel plan that dispatches tokens, if an
     adapter wraps the experts, if their number is not divisible by `num_ranks`, or, without `allows_no_experts`, if the
     model has no experts."""
-    expert_patterns = [pattern for pattern, style in model.ep_plan.items() if style == _TOKEN_DISPATCH_STYLE]
+    expert_name_patterns = [pattern for pattern, style in model.ep_plan.items() if style == _TOKEN_DISPATCH_STYLE]
     expert_modules = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
     error_prefix = f"policy.parallelism.ep_size = {num_ranks}: {type(model).__name__}"
-    if not expert_patterns or not (expert_modules or allows_no_experts):
+    if not expert_name_patterns or not (expert_modules or allows_no_experts):
         raise ModelError(
             f"{error_prefix} has no plan that sends tokens to experts; set it to 1 and raise dp_shard_size"
         )
     for name, experts in expert_modules.items():
-        if not any(matches_pattern(pattern, name) for pattern in expert_patterns):
+        if not any(matches_pattern(pattern, name) for pattern in expert_name_patterns):
             remedy = "leave them out of policy.lora, or set it to 1"
             raise ModelError(f"{error_prefix} has experts at {name}, where its plan has none; {remedy}")
         check_expert_split(experts, num_ranks, error_prefix)

@@ -48,12 +48,12 @@ def gathers_in_param_dtype(train_config: TrainConfig) -> bool:
     return train_config.param_dtype != train_config.master_dtype
 
 
-def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, config: TrainConfig) -> None:
-    """Shard `model` block by block inside `root`, the module whose `forward` or `probe_hidden_states` is called.
+def apply_fsdp(root_module: nn.Module, model: nn.Module, mesh: Mesh, config: TrainConfig) -> None:
+    """Shard `model` block by block inside `root_module`, the module whose `forward` or `probe_hidden_states` is called.
 
-    Modules outside of blocks (embeddings, head, last norm) stay gathered from the forward pass of `root` to the end of
-    its backward pass, because the head is applied and differentiated outside of the model's forward pass. Their weights
-    are gathered without a cast, because the residual stream begins and ends in these modules.
+    Modules outside of blocks (embeddings, head, last norm) stay gathered from the forward pass of `root_module` to the
+    end of its backward pass, because the head is applied and differentiated outside of the model's forward pass. Their
+    weights are gathered without a cast, because the residual stream begins and ends in these modules.
     """
     if mesh.fsdp is None:
         return
@@ -71,9 +71,9 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, config: TrainConfi
     should_reshard = {"always": True, "never": False, "default": mesh.pp is None}[config.fsdp_reshard_after_forward]
     for block in transformer_blocks(model):
         fully_shard(block, reshard_after_forward=should_reshard, **fsdp_options, **fsdp_arguments(config))
-    fully_shard(root, reshard_after_forward=False, **fsdp_options, **fsdp_arguments(config, should_cast=False))
-    register_fsdp_forward_method(root, "probe_hidden_states")
-    for module in root.modules():
+    fully_shard(root_module, reshard_after_forward=False, **fsdp_options, **fsdp_arguments(config, should_cast=False))
+    register_fsdp_forward_method(root_module, "probe_hidden_states")
+    for module in root_module.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale values during a reduction
@@ -185,8 +185,10 @@ def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Return the 2-norm over all elements of all `gradients`. Sharded gradients are reduced over their meshes, so that
     each element counts once."""
-    norms = [_full_tensor(torch.nn.utils.get_total_norm(mesh_gradients)) for mesh_gradients in group_by_mesh(gradients)]
-    return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
+    mesh_norms = [
+        _full_tensor(torch.nn.utils.get_total_norm(mesh_gradients)) for mesh_gradients in group_by_mesh(gradients)
+    ]
+    return mesh_norms[0] if len(mesh_norms) == 1 else torch.nn.utils.get_total_norm(mesh_norms)
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], gradient_norm: Tensor, max_norm: float) -> None:

@@ -40,10 +40,10 @@ class FullTensorGatherer:
         """Lowest rank that has each tensor, by name of the tensor."""
         for rank, tensor_names in enumerate(all_gather_object(list(tensors))):
             self._owner_ranks = dict.fromkeys(tensor_names, rank) | self._owner_ranks
-        is_on_cpu = all(local_shard(tensor).device.type == "cpu" for tensor in tensors.values())
+        are_tensors_on_cpu = all(local_shard(tensor).device.type == "cpu" for tensor in tensors.values())
         boot_id = _BOOT_ID_FILE.read_text() if _BOOT_ID_FILE.is_file() else None
-        machines = set(all_gather_object((boot_id, os.uname().nodename) if is_on_cpu and boot_id else None))
-        self._uses_shared_memory = len(machines) == 1 and None not in machines
+        machine_ids = set(all_gather_object((boot_id, os.uname().nodename) if are_tensors_on_cpu and boot_id else None))
+        self._uses_shared_memory = len(machine_ids) == 1 and None not in machine_ids
         # Use two buffers, because a loop over tensors may still refer to a tensor of the previous call.
         self._shared_memories: list[_SharedMemory | None] = [None, None]
 

@@ -54,12 +54,12 @@ class _ExpertShardingStyle(ParallelStyle):
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         original_forward, group = module.forward, device_mesh.get_group()
         num_local_experts = module.num_experts
-        first_expert = num_local_experts * device_mesh.get_local_rank()
+        first_expert_index = num_local_experts * device_mesh.get_local_rank()
         # Let transformers ignore the expert id `num_local_experts`, which replaces the ids of experts on other ranks.
         module._is_expert_parallel = True
 
         def forward_local_experts(hidden_NH: Tensor, top_k_ids_NK: Tensor, top_k_weights_NK: Tensor) -> Tensor:
-            local_ids_NK = top_k_ids_NK - first_expert
+            local_ids_NK = top_k_ids_NK - first_expert_index
             is_on_other_rank = (local_ids_NK < 0) | (local_ids_NK >= num_local_experts)
             hidden_NH, top_k_weights_NK = (_AllReduceGradient.apply(t, group) for t in (hidden_NH, top_k_weights_NK))
             with _replace_weights(module, local_shard):
@@ -121,8 +121,8 @@ def find_split_matrices(model: PreTrainedModel, num_ranks: int, *, shards_expert
         if style == _MOE_TP_STYLE:
             check_expert_split(module, num_ranks, f"{tp_size_setting}: {model_name}")
         for submodule in _find_split_modules(module, style) if style in {"colwise", "rowwise"} else ():
-            linear_features = submodule.weight.shape if isinstance(submodule, nn.Linear) else (0, 0)
-            num_features = linear_features[1 if style == "rowwise" else 0]
+            weight_shape = submodule.weight.shape if isinstance(submodule, nn.Linear) else (0, 0)
+            num_features = weight_shape[1 if style == "rowwise" else 0]
             if num_features % num_ranks:
                 size_text = f"does not divide the {num_features} features of {name} of {model_name}"
                 raise ModelError(f"{tp_size_setting} {size_text}; lower it")
