@@ -108,7 +108,7 @@ CASES = {
 def measure_grid(tuning: SpeedTuning, measurement: _Measurement, rounds: int) -> dict[SpeedSettings, float]:
     """Return the least seconds of every setting, by settings."""
     seconds: dict[SpeedSettings, list[float]] = {}
-    grid = [SpeedSettings(*values) for values in itertools.product(tuning._pass_sizes, tuning._thread_counts)]
+    grid = [SpeedSettings(*values) for values in itertools.product(tuning._row_counts, tuning._thread_counts)]
     for settings in grid * rounds:
         seconds.setdefault(settings, []).append(measurement.measure(settings))
     return {settings: min(values) for settings, values in seconds.items()}

@@ -23,9 +23,9 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             # `os.open` returns the lowest free descriptor, which is the number of the closed stream.
-            descriptor = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(descriptor, True)
-            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8"))
+            null_descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(null_descriptor, True)
+            setattr(sys, name, os.fdopen(null_descriptor, mode, encoding="utf-8"))
 
 
 if __name__ == "__main__":

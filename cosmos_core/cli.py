@@ -193,7 +193,7 @@ def plan(
     estimate = estimate or bool(on)
     pipeline = _compose_pipeline(configs, overrides)
     find_machine_spec(pipeline.config, on, ())  # raise an error for an unknown GPU before any measurement
-    unpinned_pipeline, output_dir = pipeline, _check_pipeline(pipeline, allows_unsupported_settings=estimate)
+    requested_pipeline, output_dir = pipeline, _check_pipeline(pipeline, allows_unsupported_settings=estimate)
     try:
         pipeline = pin_urls(pin_hub_revisions(pipeline))
     except CosmosError as error:  # with `--estimate`, continue without Hub commits, which an estimate does not need
@@ -213,12 +213,12 @@ def plan(
 
         estimates, mesh_gpus_by_stage = list(estimate_stages_in_worker(pipeline, decisions)), check_meshes(pipeline)
         stage_kind, recipes = pipeline.stage_kind, pipeline.recipes
-        gpus_by_stage = {s.name: count_reserved_gpus(stage_kind(s), recipes[s.name]) for s in unpinned_pipeline.stages}
+        gpus_by_stage = {s.name: count_reserved_gpus(stage_kind(s), recipes[s.name]) for s in requested_pipeline.stages}
         console.print(render_estimate_table(estimates, mesh_gpus_by_stage, pipeline.config.gpus_per_node))
         machine_spec = find_machine_spec(pipeline.config, on, dict(estimates).values())
         gpus_by_stage |= mesh_gpus_by_stage
         stage_costs = estimate_costs(pipeline, decisions, dict(estimates), gpus_by_stage, output_dir, machine_spec)
-        save_estimate(unpinned_pipeline, output_dir, {each.name: each.gpu_seconds for each in stage_costs})
+        save_estimate(requested_pipeline, output_dir, {each.name: each.gpu_seconds for each in stage_costs})
         console.print(render_cost_table(pipeline, stage_costs, machine_spec))
 
 

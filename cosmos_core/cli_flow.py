@@ -137,8 +137,8 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
         return
     run = open_run(run_path, all_kinds())
     set_command_credentials(run.pipeline)
-    kinds, lookup = run.pipeline.stage_kinds, make_result_lookup(run.pipeline)
-    reuse_decisions = plan_stages(run.pipeline, kinds, run.output_dir, find_stored_result=lookup)
+    stage_kinds, find_stored = run.pipeline.stage_kinds, make_result_lookup(run.pipeline)
+    reuse_decisions = plan_stages(run.pipeline, stage_kinds, run.output_dir, find_stored_result=find_stored)
     make_console().print(make_plan_table(run.pipeline, reuse_decisions))
     echo(f"These are the stages of run {run_id} ({parameter_text}); the flow decides on later calls when it runs.")
 

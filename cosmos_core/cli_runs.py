@@ -140,8 +140,8 @@ def lineage(
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.lineage import trace_lineage
 
-    is_path_given = os.sep in name or (bool(name) and os.path.exists(name))
-    path = Path(name) if is_path_given else find_run(name, output_dir)
+    names_path = os.sep in name or (bool(name) and os.path.exists(name))
+    path = Path(name) if names_path else find_run(name, output_dir)
     lineage_entries = trace_lineage(path)
     for entry in lineage_entries:
         kind_text = f"({entry.kind}) " if entry.kind else ""

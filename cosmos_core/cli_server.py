@@ -118,11 +118,11 @@ def reap(output_dir: OutputDirOption = Path("outputs")) -> None:
     runs."""
     from cosmos_core.launch import reap as leftovers
 
-    has_changes = False
+    has_reaped = False
     for report_line in leftovers.reap(output_dir.absolute()):
-        has_changes = True
+        has_reaped = True
         typer.echo(report_line)
-    if not has_changes:
+    if not has_reaped:
         typer.echo("nothing is left over")
 
 
@@ -160,9 +160,9 @@ def clean(
     removed_runs = list(retention.remove_runs(runs_folder, removable_runs)) if yes else removable_runs
     freed_size = format_bytes(sum(verdict.size for verdict in removed_runs))
     removed_count_text = f"{len(removed_runs)} of {len(verdicts)} runs"
-    yes_hint = "; remove them with --yes" if removed_runs else ""
+    remove_hint = "; remove them with --yes" if removed_runs else ""
     summary = f"removed {removed_count_text}" if yes else f"{removed_count_text} may be removed"
-    typer.echo(f"{summary}, {freed_size}{'' if yes else yes_hint}")
+    typer.echo(f"{summary}, {freed_size}{'' if yes else remove_hint}")
 
 
 def _clean_store(store_url: str, *, num_kept_runs: int, older_than_seconds: float, is_confirmed: bool) -> None:
@@ -175,9 +175,9 @@ def _clean_store(store_url: str, *, num_kept_runs: int, older_than_seconds: floa
         typer.echo(f"{run.name}  {run.pipeline}, {format_duration(run.age_seconds)} old  {retention_text}")
     num_removable_runs = sum(not run.reason_to_keep for run in store_retention.runs)
     if is_confirmed:
-        num_deleted, freed_bytes = store_retention.remove()
-        typer.echo(f"removed {num_deleted} of {len(store_retention.runs)} runs, {format_bytes(freed_bytes)}")
+        num_removed_runs, freed_bytes = store_retention.remove()
+        typer.echo(f"removed {num_removed_runs} of {len(store_retention.runs)} runs, {format_bytes(freed_bytes)}")
     else:
-        yes_hint = "; remove them with --yes" if store_retention.removable_bytes else ""
+        remove_hint = "; remove them with --yes" if store_retention.removable_bytes else ""
         size_text = format_bytes(store_retention.removable_bytes)
-        typer.echo(f"{num_removable_runs} of {len(store_retention.runs)} runs may be removed, {size_text}{yes_hint}")
+        typer.echo(f"{num_removable_runs} of {len(store_retention.runs)} runs may be removed, {size_text}{remove_hint}")

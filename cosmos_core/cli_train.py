@@ -37,7 +37,7 @@ SetOption = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help
 
 _RECIPE_HEADER = "# Written by cosmos, digest "
 _DATASET_KEY = "train.train_policy.dataset"
-_SPLIT_KEYS = ("subset", "split", "revision")
+_ROW_SELECTION_KEYS = ("subset", "split", "revision")
 _Setting = tuple[str, Any, str]
 """Key of a setting, its value, and the reason for the value."""
 
@@ -147,8 +147,8 @@ def init() -> None:
         reward = typer.prompt("Which reward? A name, or file.py:function", default="boxed_math")
         options["reward"] = _check_rewards([os.path.expanduser(reward)])
     settings = _propose_settings(options)
-    default_path = str(_make_recipe_path(options, ""))
-    path = _write_recipe(options, settings, typer.prompt("Where to write the recipe?", default=default_path))
+    default_recipe_path = str(_make_recipe_path(options, ""))
+    path = _write_recipe(options, settings, typer.prompt("Where to write the recipe?", default=default_recipe_path))
     if typer.confirm(f"saved as {path}. Run it now?"):
         _replace_process_with_run(path, [])
     typer.echo(f"run it with: {shlex.join(['cosmos', 'run', str(path)])}")
@@ -177,8 +177,8 @@ def try_model(
     io_encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
     # With `replace`, a character that the encoding lacks is printed as "?" instead of raising an error.
     os.environ["PYTHONIOENCODING"] = f"{io_encoding}:replace"
-    program = [*make_python_command(), "-m", "cosmos_core.models.try_models"]
-    os.execv(sys.executable, [*program, json.dumps(options), *model_folders])
+    command = [*make_python_command(), "-m", "cosmos_core.models.try_models"]
+    os.execv(sys.executable, [*command, json.dumps(options), *model_folders])
 
 
 def _resolve_model(model_name: str, output_dir: Path) -> str:
@@ -271,7 +271,7 @@ def _propose_settings(options: dict[str, str], overrides: Sequence[str] = ()) ->
 
     override_tables = recipe_overrides([*map(parse_override, overrides)])
     dataset_table, _ = find_parent_table(override_tables, f"{_DATASET_KEY}.name")
-    row_selection = {key: value for key, value in dataset_table.items() if key in _SPLIT_KEYS}
+    row_selection = {key: value for key, value in dataset_table.items() if key in _ROW_SELECTION_KEYS}
     custom_settings, _ = find_parent_table(override_tables, "custom.KEY")
     # Expand `~`, because no shell does so in the input of `cosmos init` or in `--model=~/model`.
     input_paths = {name: os.path.expanduser(options.get(name, "")) for name in ("model", "data")}

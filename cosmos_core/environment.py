@@ -224,12 +224,12 @@ class _MaskingStream:
 
 def _collect_secrets(variable_names: Iterable[str] = ()) -> list[str]:
     """Return the secret values to mask, the longest first, because a value may contain a shorter one."""
-    found_secrets, secret_names = set(_additional_secret_values), _additional_secret_names.union(variable_names)
+    secrets_to_mask, secret_names = set(_additional_secret_values), _additional_secret_names.union(variable_names)
     for name, value in os.environ.items():
         if name in secret_names or _is_secret_name(name):
-            found_secrets.add(value)
-        found_secrets.update(_URL_WITH_PASSWORD_PATTERN.findall(value) if "@" in value else ())
-    return sorted((value for value in found_secrets if len(value) >= _MIN_SECRET_CHARACTERS), key=len, reverse=True)
+            secrets_to_mask.add(value)
+        secrets_to_mask.update(_URL_WITH_PASSWORD_PATTERN.findall(value) if "@" in value else ())
+    return sorted((value for value in secrets_to_mask if len(value) >= _MIN_SECRET_CHARACTERS), key=len, reverse=True)
 
 
 def _is_secret_setting(key_path: Sequence[str], setting_value: str) -> bool:

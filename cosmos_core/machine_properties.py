@@ -54,8 +54,8 @@ def count_usable_cores() -> int:
     time that its container has, as with `docker run --cpus=2`, rounded up."""
     num_cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # ignore the quota `max`, which means that there is no limit
-        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
-        num_cores = min(num_cores, math.ceil(quota / period))
+        quota_us, period_us = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        num_cores = min(num_cores, math.ceil(quota_us / period_us))
     return num_cores
 
 

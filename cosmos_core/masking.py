@@ -46,7 +46,7 @@ _LONG_WORD_PATTERN = re.compile(r"[A-Za-z0-9_+-]{20,}={0,2}")
 _SEPARATED_LETTER_GROUPS_PATTERN = re.compile(r"[A-Za-z0-9!#$%&*^~._-]{20,}")
 _BASE64_WITH_SLASHES = re.compile(r"(?<![\w+/.-])(?=[A-Za-z0-9+]+/)[A-Za-z0-9/+]{32,}={0,2}(?![\w+/=-])")
 _WORD_PIECE_PATTERN = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
-_DIGEST_LENGTHS = {40, 64}
+_HEX_DIGEST_LENGTHS = {40, 64}
 
 
 def find_secret_spans(text: str) -> Iterator[tuple[int, int]]:
@@ -92,7 +92,7 @@ def _is_secret_word(word: str, is_separate_word: bool) -> bool:
     digest."""
     has_digit = any(letter.isdigit() for letter in word)
     if re.fullmatch(r"[0-9a-f]+|[0-9A-F]+", word):
-        has_digest_length = len(word) in _DIGEST_LENGTHS
+        has_digest_length = len(word) in _HEX_DIGEST_LENGTHS
         return is_separate_word and has_digit and not word.isdigit() and len(word) >= 32 and not has_digest_length
     if word.islower() or word.isupper():
         return is_separate_word and has_digit and len(word) >= 24 and _mean_piece_length(word) < 3.4

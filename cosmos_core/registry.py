@@ -43,8 +43,8 @@ def import_object(import_path: str) -> Any:
     """Return the object at `module:thing` or `path/file.py:thing`. Raises `ConfigError` if the module, the file or the
     name in it does not exist."""
     module_name, object_name = _split_import_path(import_path)
-    is_file = module_name.endswith(".py")
-    module = _load_module_file(Path(module_name)) if is_file else _import_module(module_name, import_path)
+    is_file_path = module_name.endswith(".py")
+    module = _load_module_file(Path(module_name)) if is_file_path else _import_module(module_name, import_path)
     try:
         return getattr(module, object_name)
     except AttributeError:

@@ -174,8 +174,8 @@ def derive_exit_code(run: Run) -> int:
     for exit_code in (errors.EXIT_USAGE, errors.EXIT_CRASH, errors.EXIT_REFUSED):
         if exit_code in failed_exit_codes:
             return exit_code
-    is_finished = all(stage_state.state in FINISHED_STATES for stage_state in stage_states)
-    return errors.EXIT_OK if is_finished else errors.EXIT_PREEMPTED
+    is_run_finished = all(stage_state.state in FINISHED_STATES for stage_state in stage_states)
+    return errors.EXIT_OK if is_run_finished else errors.EXIT_PREEMPTED
 
 
 def _print_failures(run: Run, exit_code: int) -> None:

@@ -67,8 +67,8 @@ def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in visited_error_ids:
         visited_error_ids.add(id(error))
         yield error
-        follows_context = not error.__suppress_context__ and not isinstance(error, _CODE_ERRORS)
-        error = error.__cause__ or (error.__context__ if follows_context else None)
+        examines_context = not error.__suppress_context__ and not isinstance(error, _CODE_ERRORS)
+        error = error.__cause__ or (error.__context__ if examines_context else None)
 
 
 def _find_http_status(error: BaseException) -> int:
@@ -77,9 +77,9 @@ def _find_http_status(error: BaseException) -> int:
     http_response = getattr(error, "response", None)
     if isinstance(http_response, dict):
         response_metadata = http_response.get("ResponseMetadata")
-        status_values = [response_metadata.get("HTTPStatusCode") if isinstance(response_metadata, dict) else None]
+        http_statuses = [response_metadata.get("HTTPStatusCode") if isinstance(response_metadata, dict) else None]
     else:
-        attributes = ((http_response, "status_code"), (error, "code"), (error, "status"))
-        status_values = [getattr(holder, name, None) for holder, name in attributes]
-    http_status = next(filter(None, status_values), None)
+        status_attributes = ((http_response, "status_code"), (error, "code"), (error, "status"))
+        http_statuses = [getattr(holder, name, None) for holder, name in status_attributes]
+    http_status = next(filter(None, http_statuses), None)
     return http_status if isinstance(http_status, int) else 0

@@ -343,9 +343,9 @@ def _find_first_trainings(pipeline: Pipeline, publishing_stage: StageConfig) -> 
         for name in list_trainings(ancestor_names)
         if not list_trainings(_list_model_ancestors(pipeline, pipeline.stage(name).model))
     }
-    merges = {name for name in ancestor_names if pipeline.stage_kind(pipeline.stage(name)).merges_models}
+    merge_names = {name for name in ancestor_names if pipeline.stage_kind(pipeline.stage(name)).merges_models}
     initial_models = set(map(get_initial_model, first_trainings))
-    return first_trainings | {name for name in merges if get_initial_model(name) in initial_models}
+    return first_trainings | {name for name in merge_names if get_initial_model(name) in initial_models}
 
 
 def _list_model_ancestors(pipeline: Pipeline, model: str) -> set[str]:
@@ -358,6 +358,6 @@ def _list_model_ancestors(pipeline: Pipeline, model: str) -> set[str]:
         stage_kind, source_stage_name = pipeline.stage_kind(stage), referenced_stage(stage.model)
         pending_names += [name for branch in (stage.sweep.branches if stage.sweep else ()) for name in branch.stages]
         # A stage that merges models names them only in `after`, so its model descends from all stages in `after`.
-        has_one_source = source_stage_name or stage_kind.trains_model
-        pending_names += [source_stage_name] if has_one_source and not stage_kind.merges_models else stage.after
+        has_single_source = source_stage_name or stage_kind.trains_model
+        pending_names += [source_stage_name] if has_single_source and not stage_kind.merges_models else stage.after
     return ancestor_names

@@ -138,9 +138,9 @@ class StageArtifacts:
         # Drop every second step of the older half, so that at most `_MAX_PLOTTED_LINES` steps are plotted.
         while len(metric_records) > _MAX_PLOTTED_LINES:
             del metric_records[: len(metric_records) // 2 : 2]
-        table_records = metric_records[-_MAX_TABLE_ROWS:]
-        column_names = ["step", *sorted({key for line in table_records for key in line} - {"step", "time"})]
-        rows = [{key: _to_json_value(line.get(key)) for key in column_names} for line in table_records]
+        last_metric_records = metric_records[-_MAX_TABLE_ROWS:]
+        column_names = ["step", *sorted({key for line in last_metric_records for key in line} - {"step", "time"})]
+        rows = [{key: _to_json_value(line.get(key)) for key in column_names} for line in last_metric_records]
         create_table_artifact(rows, f"{self._artifact_key_prefix}-metrics", f"Newest steps, {self._run_description}")
         image_url = gallery.make_data_uri("image/png", plot_curves(metric_records))
         create_image_artifact(image_url, f"{self._artifact_key_prefix}-curves", f"Curves, {self._run_description}")
@@ -180,8 +180,8 @@ def render_conditions_table(conditions: Sequence[GateCondition]) -> str:
     table_lines = ["| condition | measured | bound | holds |", "|---|---|---|---|"]
     for condition in conditions:
         bound_text = "–" if condition.bound is None else f"{condition.bound:.6g}"
-        verdict_text = "yes" if condition.passed else "**no**"
-        table_lines.append(f"| {condition.title} | {condition.value:.6g} | {bound_text} | {verdict_text} |")
+        outcome_text = "yes" if condition.passed else "**no**"
+        table_lines.append(f"| {condition.title} | {condition.value:.6g} | {bound_text} | {outcome_text} |")
     return "\n".join([*table_lines, ""])
 
 
@@ -216,8 +216,8 @@ def render_approval_form(run_path: Path) -> str:
     for stage in run.stages:
         for condition in stage.conditions:
             bound_text = "nothing is published" if condition.bound is None else f"bound {condition.bound:.6g}"
-            verdict_text = "holds" if condition.passed else "**does not hold**"
-            measured_text = f"measured {condition.value:.6g}, {bound_text}, {verdict_text}"
+            outcome_text = "holds" if condition.passed else "**does not hold**"
+            measured_text = f"measured {condition.value:.6g}, {bound_text}, {outcome_text}"
             lines.append(f"- gate {stage.name}: {condition.title}: {measured_text}")
     return "\n".join([*lines, *(f"- {stage.name}: {text}" for stage in run.stages if (text := _format_metrics(stage)))])
 

@@ -201,8 +201,8 @@ def request_once() -> Iterator[None]:
     context = get_settings_context()
     if not _single_request_settings or _single_request_settings[0] is not context.settings:
         # Keep the copied settings for later calls, because copying Prefect's settings takes 40 ms.
-        updated_settings = context.settings.copy_with_update(updates={PREFECT_CLIENT_MAX_RETRIES: 0})
-        _single_request_settings[:] = context.settings, updated_settings
+        no_retry_settings = context.settings.copy_with_update(updates={PREFECT_CLIENT_MAX_RETRIES: 0})
+        _single_request_settings[:] = context.settings, no_retry_settings
     with SettingsContext(profile=context.profile, settings=_single_request_settings[1]):
         yield
 

@@ -44,9 +44,9 @@ def derive_run_identity(
     identifying_json = json.dumps([flow_file.name, function_name, json_parameters], sort_keys=True)
     identity_hash = hashlib.sha256(identifying_json.encode()).hexdigest()[:8]
     sanitized_name = "".join(letter if STAGE_NAME_PATTERN.fullmatch(f"a{letter}") else "-" for letter in flow.name)
-    derived_name = f"{(sanitized_name.strip('-_') or 'flow')[:80]}-{identity_hash}"
+    derived_run_name = f"{(sanitized_name.strip('-_') or 'flow')[:80]}-{identity_hash}"
     run_id = (not is_subflow and os.environ.get(RUN_ID_VARIABLE)) or json_parameters.get("run_id")
-    return str(run_id or derived_name), json_parameters
+    return str(run_id or derived_run_name), json_parameters
 
 
 def to_json_values(parameters: Mapping[str, Any]) -> dict[str, Any]:

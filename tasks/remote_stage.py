@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 
 CHILD_RUN_FILE = "pool.json"
 _POLL_SECONDS = 1.0
-_MIRROR_PERIOD_SECONDS = 5.0
-_REPORT_PERIOD_SECONDS = 10.0
+_PROGRESS_PERIOD_SECONDS = 5.0
+_WORKER_REPORT_PERIOD_SECONDS = 10.0
 _MAX_UNREACHABLE_SECONDS = 600.0
-_WAITING_STATES = {StateType.SCHEDULED, StateType.PENDING}  # states before a worker starts the flow run
+_NOT_STARTED_STATES = {StateType.SCHEDULED, StateType.PENDING}  # states before a worker starts the flow run
 
 
 class ChildFlowRun(JsonDocument):
@@ -90,12 +90,12 @@ def _describe_stage(stage: StageConfig) -> str:
 def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_line: Callable[[str], None]) -> FlowRun:
     """Poll the running child flow run, or a new one if there is none, and return it when it has ended."""
     stage_path, budget_check = run.stage_path(stage.name), BudgetCheck(run, stage)
-    last_child, stage_state = read_document(stage_path / CHILD_RUN_FILE, ChildFlowRun), read_state(stage_path)
-    num_failures = last_child.failures if last_child and last_child.flow_run else stage_state.failures
+    earlier_child, stage_state = read_document(stage_path / CHILD_RUN_FILE, ChildFlowRun), read_state(stage_path)
+    num_failures = earlier_child.failures if earlier_child and earlier_child.flow_run else stage_state.failures
     if task_run.run_count == 1:
         # A new flow run, such as one that resumes the run, has all retries and starts the stage without a delay.
-        if last_child:
-            write_json(stage_path / CHILD_RUN_FILE, last_child.model_copy(update={"failures": 0}).model_dump())
+        if earlier_child:
+            write_json(stage_path / CHILD_RUN_FILE, earlier_child.model_copy(update={"failures": 0}).model_dump())
         if stage_state.state == "failed":
             update_state(stage_path, failures=0)
     elif stage_state.state == "failed" and num_failures:
@@ -117,32 +117,32 @@ def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_
 
 
 def require_second_slot(
-    prefect_client: SyncPrefectClient, stage: StageConfig, flow_run_id: str, key: str = "work_pool"
+    prefect_client: SyncPrefectClient, stage: StageConfig, flow_run_id: str, pool_key: str = "work_pool"
 ) -> None:
     """Raise ConfigError if this flow run itself occupies the only slot of the work pool, or of its queue, on which a
-    child flow run for `stage` is to run. `key` is the key of the stage that names the pool: `work_pool` or
+    child flow run for `stage` is to run. `pool_key` is the key of the stage that names the pool: `work_pool` or
     `reward_service_pool`."""
-    pool_setting, deployment_flow = getattr(stage, key), "stage" if key == "work_pool" else "reward-service"
+    pool_name, deployment_flow = getattr(stage, pool_key), "stage" if pool_key == "work_pool" else "reward-service"
     if not flow_run_id:
         return
     with suppress(ObjectNotFound):
         # Skip the check if the server lost its database or a deployment is missing: starting the child reports that.
-        parent = prefect_client.read_flow_run(UUID(flow_run_id))
-        if not (pool := parent.work_pool_name):
+        this_flow_run = prefect_client.read_flow_run(UUID(flow_run_id))
+        if not (pool := this_flow_run.work_pool_name):
             return
-        deployment = prefect_client.read_deployment_by_name(f"{deployment_flow}/{pool_setting}")
+        deployment = prefect_client.read_deployment_by_name(f"{deployment_flow}/{pool_name}")
         if deployment.work_pool_name != pool:
             return
-        limit, limited_text = prefect_client.read_work_pool(pool).concurrency_limit, f"pool {pool!r}"
+        limit, limited_resource = prefect_client.read_work_pool(pool).concurrency_limit, f"pool {pool!r}"
         limit_command = f"cosmos bootstrap --pool {pool} --limit 2"
-        if limit != 1 and parent.work_queue_id and parent.work_queue_id == deployment.work_queue_id:
-            queue = prefect_client.read_work_queue(parent.work_queue_id)
-            limit, limited_text = queue.concurrency_limit, f"queue {queue.name!r} of pool {pool!r}"
-            limit_command = f"prefect work-queue set-concurrency-limit {queue.name} 2 --pool {pool}"
+        if limit != 1 and this_flow_run.work_queue_id and this_flow_run.work_queue_id == deployment.work_queue_id:
+            work_queue = prefect_client.read_work_queue(this_flow_run.work_queue_id)
+            limit, limited_resource = work_queue.concurrency_limit, f"queue {work_queue.name!r} of pool {pool!r}"
+            limit_command = f"prefect work-queue set-concurrency-limit {work_queue.name} 2 --pool {pool}"
         if limit == 1:
             raise ConfigError(
-                f"stage {stage.name!r}: {key} = {pool_setting!r}: {limited_text} runs one flow run at a time, "
-                f"which is the one that waits for it; leave {key} out, or raise the limit: {limit_command}"
+                f"stage {stage.name!r}: {pool_key} = {pool_name!r}: {limited_resource} runs one flow run at a time, "
+                f"which is the one that waits for it; leave {pool_key} out, or raise the limit: {limit_command}"
             )
 
 
@@ -245,8 +245,8 @@ def report_worker_wait(
     message = f"waits for a worker of pool {work_pool}: {worker_text}"
     if prefect_client.read_work_pool(work_pool).is_paused:
         message = f"waits for work pool {work_pool}, which is paused"
-    elif work_queue_id and (queue := prefect_client.read_work_queue(work_queue_id)).is_paused:
-        message = f"waits for queue {queue.name} of work pool {work_pool}, which is paused"
+    elif work_queue_id and (work_queue := prefect_client.read_work_queue(work_queue_id)).is_paused:
+        message = f"waits for queue {work_queue.name} of work pool {work_pool}, which is paused"
     if message != last_message:
         report_line(f"stage {path.name}: {message}")
         update_state(path, state="waiting", error=message)
@@ -266,8 +266,8 @@ def _poll_child(
         try:
             with request_once():
                 child_flow_run = prefect_client.read_flow_run(flow_run_id)
-                if child_flow_run.state_type in _WAITING_STATES and time.monotonic() > next_report_time:
-                    next_report_time = time.monotonic() + _REPORT_PERIOD_SECONDS
+                if child_flow_run.state_type in _NOT_STARTED_STATES and time.monotonic() > next_report_time:
+                    next_report_time = time.monotonic() + _WORKER_REPORT_PERIOD_SECONDS
                     # Name the pool of the flow run, because a deployment may have another pool than its name says.
                     work_pool = child_flow_run.work_pool_name or stage.work_pool
                     last_message = report_wait_reason(work_pool, child_flow_run.work_queue_id, last_message)
@@ -280,7 +280,7 @@ def _poll_child(
                 raise
             sleep_unless_stopping(_POLL_SECONDS)
             continue
-        if time.monotonic() - last_mirror_time > _MIRROR_PERIOD_SECONDS:
+        if time.monotonic() - last_mirror_time > _PROGRESS_PERIOD_SECONDS:
             mirror_progress()
             last_mirror_time = time.monotonic()
         if child_flow_run.state_type in TERMINAL_STATES:

@@ -106,8 +106,8 @@ class StageTask(Task[Any, StageHandle]):
             # Register an active run until the stage has ended, so that a stop request before its start is not lost.
             stack.enter_context(worker.register_active_run())
             stage_future = super().submit(*arguments, name=name, **settings)
-            active_run_registration = stack.pop_all()
-            stage_future.wrapped_future.add_done_callback(lambda _: active_run_registration.close())
+            run_registration = stack.pop_all()
+            stage_future.wrapped_future.add_done_callback(lambda _: run_registration.close())
         flow_state.futures[name] = stage_future
         return stage_future
 

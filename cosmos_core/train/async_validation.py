@@ -42,7 +42,7 @@ class AsyncValidation:
         """Function called on every rank with the step and the metrics when a validation has ended."""
         self._done_event = threading.Event()
         self._metrics: dict[str, float] = {}
-        self._error_info: tuple[str, str] | None = None
+        self._error_class_and_message: tuple[str, str] | None = None
         """Class name and message of the error of a failed validation, in a form that can be broadcast."""
 
     def start_async(self, step: int) -> None:
@@ -50,7 +50,7 @@ class AsyncValidation:
         assert self.step is None, "one validation at a time"
         self.step = step
         self._done_event.clear()
-        self._error_info = None
+        self._error_class_and_message = None
         if is_first_rank():
             prompts, sampling, seed_step = self._completion_validation.validation_requests
             engine_fleet, weights_version = self._engine_fleet, self._engine_fleet.version
@@ -63,16 +63,18 @@ class AsyncValidation:
         RanksMustRestart if no engine has the validated weights any more."""
         if self.step is None:
             return
-        validation_state = (self._done_event.is_set(), self._metrics, self._error_info) if is_first_rank() else None
-        is_finished, metrics, error_info = broadcast_object(validation_state)  # type: ignore[misc]
+        validation_outcome = (
+            (self._done_event.is_set(), self._metrics, self._error_class_and_message) if is_first_rank() else None
+        )
+        is_finished, metrics, error_class_and_message = broadcast_object(validation_outcome)  # type: ignore[misc]
         if not is_finished:
             return
         step, self.step = self.step, None
-        if error_info is not None:
-            error_name, error_message = error_info
-            if error_name == WeightsUnavailable.__name__:
+        if error_class_and_message is not None:
+            error_class_name, error_message = error_class_and_message
+            if error_class_name == WeightsUnavailable.__name__:
                 raise RanksMustRestart(f"validation of step {step}: {error_message}")
-            raise ERRORS_BY_NAME[error_name](error_message)
+            raise ERRORS_BY_NAME[error_class_name](error_message)
         self.on_validation_end(step, metrics)
 
     def wait(self, step: int, on_wait: Callable[[], None]) -> None:
@@ -103,11 +105,11 @@ class AsyncValidation:
             metrics = self._completion_validation.log_metrics(step, [scored_groups[future] for future in group_futures])
             self._metrics = {**metrics, "time/validate": time.perf_counter() - start_time}
         except WeightsUnavailable as error:
-            self._error_info = WeightsUnavailable.__name__, str(error)
+            self._error_class_and_message = WeightsUnavailable.__name__, str(error)
         except CosmosError as error:
-            self._error_info = serialise_error(error)
+            self._error_class_and_message = serialise_error(error)
         except Exception as error:
             logger.exception("validation of step %d", step)
-            error_name, error_message = serialise_error(error)
-            self._error_info = error_name, f"validation of step {step}: {error_message}"
+            error_class_name, error_message = serialise_error(error)
+            self._error_class_and_message = error_class_name, f"validation of step {step}: {error_message}"
         self._done_event.set()

@@ -257,10 +257,10 @@ def check_rewards(stage: Stage, media_shape: tuple[int, int, int] | None = None)
     if stage.kind.trains_model:
         make_group_filter(train_policy)
     report_lines = []
-    for rewards, splits in _group_splits_by_rewards(StageContext(stage.recipe, stage.kind)):
+    for rewards, split_names in _group_splits_by_rewards(StageContext(stage.recipe, stage.kind)):
         if not isinstance(rewards, RemoteRewardConfig):
             prompts = read_checked_prompts(stage.path, stage.data)
-            test_groups = make_test_groups(prompts, splits, train_policy, media_shape)
+            test_groups = make_test_groups(prompts, split_names, train_policy, media_shape)
             report_lines.append(call_rewards(stage.recipe.reward_settings, rewards, test_groups, stage.progress.beat))
             continue
         reward_names = [reward_fn.name for reward_fn in rewards.reward_fns]

@@ -77,13 +77,13 @@ def _describe_missing_scores(reward: str, metric_name: str, scored_groups: Seque
     scores = [score for group in scored_groups for score in group.scores]
     scores_without_metric = [score for score in scores if metric_name not in score.metrics]
     first_error = next((score.error for score in scores_without_metric if f"{metric_name}: " in score.error), "")
-    num_missing = len(scores_without_metric)
-    if not num_missing:
+    num_missing_scores = len(scores_without_metric)
+    if not num_missing_scores:
         return ""
     if not first_error:
-        return f"{reward} returned None for {num_missing} of {len(scores)} completions, where it adds nothing"
-    if num_missing < len(scores):
-        return f"{reward} has no score for {num_missing} of {len(scores)} made-up completions ({first_error})"
+        return f"{reward} returned None for {num_missing_scores} of {len(scores)} completions, where it adds nothing"
+    if num_missing_scores < len(scores):
+        return f"{reward} has no score for {num_missing_scores} of {len(scores)} made-up completions ({first_error})"
     raise RewardError(
         f"the reward {reward!r} has no score for any of {len(scores)} made-up completions of rows: {first_error}"
     )
@@ -122,8 +122,8 @@ def make_test_groups(
 
 
 def _image_ref_to_json(image_ref: ImageRef) -> dict[str, JsonValue]:
-    encoded_content = None if image_ref.content is None else base64.b64encode(image_ref.content).decode()
-    return {"path": image_ref.path, "content": encoded_content, "sha256": image_ref.sha256}
+    base64_content = None if image_ref.content is None else base64.b64encode(image_ref.content).decode()
+    return {"path": image_ref.path, "content": base64_content, "sha256": image_ref.sha256}
 
 
 def _image_ref_from_json(image_ref_fields: Mapping[str, Any]) -> ImageRef:

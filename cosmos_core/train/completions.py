@@ -36,7 +36,7 @@ _MAX_LOGGED_STEPS = 1_000
 _MAX_IMAGE_BYTES = 1 << 30
 """Maximum size in bytes of the image and video files of all steps; files of the newest step are always kept."""
 # Compare 8 steps: by chance, the last 4 of 8 values all exceed the first 4 with a probability of only 1/70.
-_COMPARED_STEPS = 8
+_NUM_COMPARED_STEPS = 8
 _NGRAM_SIZE = 4
 _TextMeans = Mapping[str, float]
 
@@ -47,8 +47,8 @@ class CompletionLog:
     def __init__(self, log_folder: Path, *, should_write: bool, max_image_bytes: int = _MAX_IMAGE_BYTES) -> None:
         """Log completions to `log_folder`; if `should_write` is False, only log warnings."""
         self._log_folder, self._should_write, self._max_image_bytes = log_folder, should_write, max_image_bytes
-        self._recent_reward_means: deque[Mapping[str, float]] = deque(maxlen=_COMPARED_STEPS)
-        self._recent_statistics: deque[Mapping[str, float]] = deque(maxlen=_COMPARED_STEPS // 2)
+        self._recent_reward_means: deque[Mapping[str, float]] = deque(maxlen=_NUM_COMPARED_STEPS)
+        self._recent_statistics: deque[Mapping[str, float]] = deque(maxlen=_NUM_COMPARED_STEPS // 2)
         self._initial_statistics: list[Mapping[str, float]] = []
         self._active_warning_names: set[str] = set()
 
@@ -113,14 +113,14 @@ class CompletionLog:
         opposed_rewards_message = _describe_opposed_rewards(self._recent_reward_means)
         self._warn_once(
             "opposed", bool(opposed_rewards_message),
-            f"steps {step - _COMPARED_STEPS + 1} to {step}: {opposed_rewards_message}; a reward may be exploited: "
+            f"steps {step - _NUM_COMPARED_STEPS + 1} to {step}: {opposed_rewards_message}; a reward may be exploited: "
             f"cosmos samples --step {step} --best",
         )  # fmt: skip
         text_statistics = _compute_text_statistics(completions)
         if not text_statistics:
             return
         self._recent_statistics.append(text_statistics)
-        if len(self._initial_statistics) < _COMPARED_STEPS // 2:
+        if len(self._initial_statistics) < _NUM_COMPARED_STEPS // 2:
             self._initial_statistics.append(text_statistics)
             return
         initial_means, recent_means = (
@@ -177,9 +177,9 @@ def _make_completion_record(step: int, scored_group: ScoredGroup, completion_ind
 def _describe_opposed_rewards(means_by_step: Sequence[Mapping[str, float]]) -> str:
     """Return a message if exactly one reward rose and others fell, else an empty string. A reward rose or fell if all
     means of the later half of the steps are above or below all means of the earlier half."""
-    if len(means_by_step) < _COMPARED_STEPS:
+    if len(means_by_step) < _NUM_COMPARED_STEPS:
         return ""
-    num_earlier_steps, earlier_and_later_means = _COMPARED_STEPS // 2, {}
+    num_earlier_steps, earlier_and_later_means = _NUM_COMPARED_STEPS // 2, {}
     for name in set.intersection(*map(set, means_by_step)):
         reward_means_by_step = [reward_means[name] for reward_means in means_by_step]
         earlier_means, later_means = reward_means_by_step[:num_earlier_steps], reward_means_by_step[num_earlier_steps:]

@@ -75,8 +75,8 @@ def make_data_term(
         assert sampling.flow is not None
         completion_index = SHARED_NOISE_INDEX if sampling.flow.has_common_initial_noise else 0
         all_noise_levels = get_noise_levels(adapter.family, sampling.flow).tolist()
-        noisy_steps = stochastic_steps(sampling.flow, sampling.seed, step)
-        noise_levels = [all_noise_levels[i] for i in noisy_steps if i in sampling.flow.trained_steps]
+        stochastic_step_indices = stochastic_steps(sampling.flow, sampling.seed, step)
+        noise_levels = [all_noise_levels[i] for i in stochastic_step_indices if i in sampling.flow.trained_steps]
         # If the recipe selects no steps, train at all noise levels except the last, which is 0.
         noise_levels = (noise_levels or all_noise_levels[:-1])[: 1 if flow_rl_config.data_on_first_only else None]
         noised_samples = []

@@ -329,8 +329,8 @@ def _estimate_disk_bytes(
     if ckpt.enable_checkpoint:
         steps_per_epoch = max(1, (steps or 0) // train.epoch)
         save_freq = max(0, ckpt.save_freq_in_epoch) * steps_per_epoch or ckpt.save_freq
-        save_intervals = (save_freq, *([validation.freq] if is_validated else []))
-        saved_steps = (step for interval in save_intervals for step in range(interval, steps or 0, interval))
+        checkpoint_intervals = (save_freq, *([validation.freq] if is_validated else []))
+        saved_steps = (step for interval in checkpoint_intervals for step in range(interval, steps or 0, interval))
         num_saves = len({steps, *saved_steps})
         max_kept = max(1, ckpt.max_keep) + is_validated  # the best checkpoint is kept in addition to `max_keep` others
         num_checkpoints = max_kept if steps is None else num_saves if ckpt.max_keep == -1 else min(num_saves, max_kept)

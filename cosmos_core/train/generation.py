@@ -134,16 +134,16 @@ class RolloutSetup:
         source waits for completions, it polls `validation`, which runs during the training (None: there is none)."""
         stage, recipe, train = self._stage, self._stage.recipe, self._stage.recipe.train
 
-        def check_validation() -> None:
+        def poll_validation() -> None:
             check_stop(stage)
             if validation is not None:
                 validation.poll()
 
         group_plan = GroupPlan(train.train_batch_per_replica, recipe.group_size)
         group_filter, sleeps_in_training = make_group_filter(train.train_policy), recipe.mode == "colocated_separated"
-        max_lag, num_extra_prompts, max_steps_ahead = train.train_policy.rollout_lookahead
+        max_version_lag, num_extra_prompts, max_steps_ahead = train.train_policy.rollout_lookahead
         if sleeps_in_training:  # generate nothing ahead: sleeping engines would lose requests in flight
-            max_lag, num_extra_prompts, max_steps_ahead = train.sync_weight_interval - 1, 0, 1
+            max_version_lag, num_extra_prompts, max_steps_ahead = train.sync_weight_interval - 1, 0, 1
         num_steps = total_steps(train, recipe.group_size, prompt_order.num_prompts)
         take_prompts = prompts_by_position(prompt_order, prompt_order.prompts_per_step, num_steps)
         if recipe.may_split_groups or group_filter:
@@ -151,8 +151,8 @@ class RolloutSetup:
             take_prompts = partial(prompt_order.take_prompts, end_position=end_prompt_position)
         group_source = AsyncGroupSource(
             self.engine_fleet, take_prompts, self.make_local_scorer(recipe.training_rewards),
-            sampling, stage.progress, group_plan=group_plan, max_lag=max_lag,
-            send_missing_weights=self.send_missing_weights, on_wait=check_validation,
+            sampling, stage.progress, group_plan=group_plan, max_lag=max_version_lag,
+            send_missing_weights=self.send_missing_weights, on_wait=poll_validation,
             num_extra_prompts=num_extra_prompts, max_steps_ahead=max_steps_ahead, group_filter=group_filter,
             sleeps_in_training=sleeps_in_training,
         )  # fmt: skip
@@ -167,8 +167,8 @@ class RolloutSetup:
 
     def _compute_trainer_logprobs(self, token_ids: Sequence[int]) -> Tensor:
         token_id_array = np.array(token_ids, dtype=np.int64)
-        [output_row] = self._trainer.evaluate([Sample(token_id_array, np.ones(len(token_id_array), dtype=np.uint8))])
-        return output_row["logprobs"]
+        [sample_output] = self._trainer.evaluate([Sample(token_id_array, np.ones(len(token_id_array), dtype=np.uint8))])
+        return sample_output["logprobs"]
 
 
 def get_transfer_dtype(train: TrainConfig) -> torch.dtype | None:

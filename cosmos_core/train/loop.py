@@ -38,7 +38,7 @@ from cosmos_core.train.weight_sets import MovingAverage
 
 logger = logging.getLogger(__name__)
 
-_PRESTART_SECONDS = 15.0
+_VERIFIER_LEAD_SECONDS = 15.0
 """Expected remaining seconds of a training at which the process that will verify the exported model is started early,
 because the process takes seconds to import its libraries."""
 
@@ -155,7 +155,7 @@ class TrainLoop:
         metrics |= self.validation.publish_step(self.step)
         metrics["time/step"] = time.perf_counter() - start_time
         self.hooks("post_training_step_hook", current_step=self.step, total_steps=self.feed.total_steps, **metrics)
-        if (self.feed.total_steps - self.step) * metrics["time/step"] < _PRESTART_SECONDS and is_first_rank():
+        if (self.feed.total_steps - self.step) * metrics["time/step"] < _VERIFIER_LEAD_SECONDS and is_first_rank():
             self.trainer.adapter.prestart_verification()
         return metrics
 

@@ -59,8 +59,8 @@ def estimate_untraced_memory(model: PreTrainedModel, num_weight_sets: int) -> St
     two moments and `num_weight_sets` copies of the trained parameters."""
     weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     gradient_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    copied_bytes = num_weight_sets * gradient_bytes
-    return StepMemory(weight_bytes, gradient_bytes, 2 * gradient_bytes, copied_bytes, casts=None, activations=None)
+    weight_copy_bytes = num_weight_sets * gradient_bytes
+    return StepMemory(weight_bytes, gradient_bytes, 2 * gradient_bytes, weight_copy_bytes, casts=None, activations=None)
 
 
 def eight_bit_moment_bytes(model: PreTrainedModel) -> int:
@@ -89,18 +89,18 @@ def trace_step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig
     samples = [Sample(token_ids, loss_mask, advantage=1.0, reward=1.0, micro_batch=number) for number in batch_numbers]
     byte_counter = _LiveByteCounter()
     with byte_counter, byte_counter.forbid_reading_tensor_values(model):
-        byte_counter.attribute_storages("weights", (*model.parameters(), *model.buffers()))
+        byte_counter.assign_memory_use("weights", (*model.parameters(), *model.buffers()))
         weight_sets = trainer.weight_sets.tensors.values()
-        byte_counter.attribute_storages("reference", [tensor for weights in weight_sets for tensor in weights.values()])
+        byte_counter.assign_memory_use("reference", [tensor for weights in weight_sets for tensor in weights.values()])
         # Allocate gradients: in every step but the first, the gradients of the previous step exist until the update.
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        byte_counter.attribute_storages("gradients", _get_gradients(model))
+        byte_counter.assign_memory_use("gradients", _get_gradients(model))
         for update in iterate_updates(algorithm, samples, trainer):
             trainer.update(update)
-            byte_counter.attribute_storages("gradients", _get_gradients(model))
+            byte_counter.assign_memory_use("gradients", _get_gradients(model))
         state_values = [value for state in trainer.optimizer.state.values() for value in state.values()]
-        byte_counter.attribute_storages("optimizer", [value for value in state_values if isinstance(value, Tensor)])
+        byte_counter.assign_memory_use("optimizer", [value for value in state_values if isinstance(value, Tensor)])
     return byte_counter.peak_memory()
 
 
@@ -117,7 +117,7 @@ class _LiveByteCounter(TorchDispatchMode):
         """Allocations and releases in order of time: number of the storage, and 1 for allocated or -1 for released."""
         self._is_inside_model = False
 
-    def attribute_storages(self, memory_use: str, tensors: Iterable[Tensor]) -> None:
+    def assign_memory_use(self, memory_use: str, tensors: Iterable[Tensor]) -> None:
         """Count the storages of `tensors`, also in events that are already recorded, for the field `memory_use` of
         `StepMemory`."""
         for tensor in tensors:
@@ -160,7 +160,7 @@ class _LiveByteCounter(TorchDispatchMode):
         output = _empty_grouped_product(*args) if func is aten._grouped_mm.default else func(*args, **(kwargs or {}))
         tree_map_only(Tensor, self._track_storage, output)
         if func is aten._to_copy.default and self._use_by_storage[self._track_storage(args[0])] == "weights":
-            self.attribute_storages("casts", [output])
+            self.assign_memory_use("casts", [output])
         return output
 
     def _track_storage(self, tensor: Tensor) -> int:

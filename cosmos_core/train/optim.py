@@ -67,11 +67,11 @@ def build_optimizer(model: nn.Module, train: TrainConfig, *, full_model: nn.Modu
     check_module_paths(full_model or model, train)
     parameter_groups: list[dict[str, Any]] = []
     for path, trained_parameters in _group_parameters_by_path(model, learning_rates).items():
-        path_settings = {"lr": learning_rates[path], "initial_lr": learning_rates[path], "path": path}
+        lr_settings = {"lr": learning_rates[path], "initial_lr": learning_rates[path], "path": path}
         for params in group_by_mesh(trained_parameters):
             parameter_groups += [
-                {**path_settings, "params": [p for p in params if p.ndim > 1], "weight_decay": train.optm_weight_decay},
-                {**path_settings, "params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
+                {**lr_settings, "params": [p for p in params if p.ndim > 1], "weight_decay": train.optm_weight_decay},
+                {**lr_settings, "params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
             ]
     if train.optm_name == "Muon":
         matrices = _find_hidden_matrices(full_model or model)

@@ -33,11 +33,11 @@ class PassRates:
             rewards = [(score.value, score.metrics) for score in group.scores if score.value is not None]
             full_rewards = [(value, self._get_full_reward(prompt.source, metrics)) for value, metrics in rewards]
             full_reward_flags = [has_full_reward(value, full) for value, full in full_rewards if full is not None]
-            new_counts = (
+            added_counts = (
                 1, len(rewards), sum(value for value, _ in rewards), sum(full_reward_flags), len(full_reward_flags)
             )  # fmt: skip
             prompt_id = str(prompt.id)
-            self._prompt_counts[prompt_id] = list(map(add, self._prompt_counts.get(prompt_id, [0.0] * 5), new_counts))
+            self._prompt_counts[prompt_id] = list(map(add, self._prompt_counts.get(prompt_id, [0.0] * 5), added_counts))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of each prompt for a checkpoint, as JSON values."""
@@ -53,14 +53,14 @@ class PassRates:
         json_lines = []
         for prompt in prompts:
             prompt_counts = self._prompt_counts.get(str(prompt.id), [0.0] * 5)
-            num_sampled, num_valid, reward_sum, num_passed, num_judged = prompt_counts
-            has_pass_rate = num_judged and self._get_full_reward(prompt.source) is not None
+            num_sampled_groups, num_valid_rewards, reward_sum, num_full_rewards, num_with_known_result = prompt_counts
+            has_pass_rate = num_with_known_result and self._get_full_reward(prompt.source) is not None
             pass_rate_record = {
                 "prompt": prompt.text,
-                "pass_rate": num_passed / num_judged if has_pass_rate else None,
-                "mean_reward": reward_sum / num_valid if num_valid else None,
-                "drawn": int(num_sampled),
-                "completions": int(num_valid),
+                "pass_rate": num_full_rewards / num_with_known_result if has_pass_rate else None,
+                "mean_reward": reward_sum / num_valid_rewards if num_valid_rewards else None,
+                "drawn": int(num_sampled_groups),
+                "completions": int(num_valid_rewards),
             }
             json_lines.append(json.dumps(pass_rate_record, ensure_ascii=False) + "\n")
         with raise_disk_full(stage_folder):

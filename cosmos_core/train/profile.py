@@ -49,8 +49,8 @@ class StepProfiler:
             self._begin_profile()
 
     def _read_profile_request_time(self) -> float:
-        request_file = self._stage_folder / PROFILE_REQUEST_FILE
-        return request_file.stat().st_mtime if request_file.exists() else 0.0
+        profile_request_file = self._stage_folder / PROFILE_REQUEST_FILE
+        return profile_request_file.stat().st_mtime if profile_request_file.exists() else 0.0
 
     def _begin_profile(self) -> None:
         config, has_gpu = self._config, torch.cuda.is_available()

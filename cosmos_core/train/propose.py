@@ -55,9 +55,9 @@ ProposedSetting = tuple[str, Any, str]
 
 _MAX_SAMPLED_ROWS = 500
 _MAX_SKIPPED_FRACTION = 0.2  # with more unusable samples, the data set probably has another layout
-_NUM_TRAINED_IMAGES = 2000  # number of images, counted over all epochs, that a training on a small data set uses
+_MAX_SEEN_IMAGES = 2000  # number of images, counted over all epochs, that a training on a small data set uses
 _BYTES_PER_GIB = 2**30
-_STATE_BYTES = 16  # bytes per trained weight: weight, gradient and both moments of Adam, each in float32
+_BYTES_PER_WEIGHT = 16  # bytes per trained weight: weight, gradient and both moments of Adam, each in float32
 _STATE_MEMORY_FRACTION = 0.7  # fraction of memory for weights and optimizer state; the rest is for activations
 _TEXT_COLUMN_OPTIONS = ("prompt", "response", "chosen", "rejected")
 _DATASET_KEY = "train.train_policy.dataset"
@@ -173,12 +173,14 @@ def _text_settings(options: CliOptions, method: TrainingMethod, hardware: Hardwa
     yield from _model_size_settings(method, num_weights, hardware)
     # Bytes of activations per token with recomputation: the inputs of all layers, and the intermediates of one layer.
     activation_bytes_per_token = (text_config.num_hidden_layers + 40) * text_config.hidden_size * 4
-    free_bytes = hardware.memory * 0.9 - min(num_weights * _STATE_BYTES, int(hardware.memory * _STATE_MEMORY_FRACTION))
+    free_bytes = hardware.memory * 0.9 - min(
+        num_weights * _BYTES_PER_WEIGHT, int(hardware.memory * _STATE_MEMORY_FRACTION)
+    )
     max_rows = max(1, int(free_bytes / (activation_bytes_per_token * max_length * len(row_kind.token_id_columns))))
     yield from _batch_settings(has_completions, len(dataset_rows), max_rows, max(1, hardware.num_gpus))
     if len(dataset_rows) >= 10:
-        num_held_out = max(1, min(200, len(dataset_rows) // 20))
-        yield "train.train_policy.dataset.test_size", num_held_out, f"held out of {len(dataset_rows):,} rows"
+        num_held_out_rows = max(1, min(200, len(dataset_rows) // 20))
+        yield "train.train_policy.dataset.test_size", num_held_out_rows, f"held out of {len(dataset_rows):,} rows"
         yield from _validation_settings(f"the {'rewards' if has_completions else 'loss'} of held-out rows")
 
 
@@ -250,9 +252,11 @@ def _model_size_settings(method: TrainingMethod, num_weights: int, hardware: Har
     if not hardware.num_gpus:
         yield "train.param_dtype", "float32", "no GPU here; a CPU is seldom faster in bfloat16"
     size_text = f"{num_weights / 1e9:.2f} billion" if num_weights >= 1e9 else f"{num_weights / 1e6:.3g} million"
-    fits_in_memory = num_weights * _STATE_BYTES / max(1, hardware.num_gpus) <= hardware.memory * _STATE_MEMORY_FRACTION
+    fits_in_memory = (
+        num_weights * _BYTES_PER_WEIGHT / max(1, hardware.num_gpus) <= hardware.memory * _STATE_MEMORY_FRACTION
+    )
     if not fits_in_memory:
-        lora_reason = f"{size_text} weights x {_STATE_BYTES} bytes do not fit {hardware.memory_text}: an adapter"
+        lora_reason = f"{size_text} weights x {_BYTES_PER_WEIGHT} bytes do not fit {hardware.memory_text}: an adapter"
         yield "policy.lora.r", 16, lora_reason
         yield "policy.lora.lora_alpha", 32.0, "twice the rank"
     lr_index = bisect((1e8, 1e9), num_weights) if fits_in_memory else 3  # index 3: learning rate of adapters
@@ -291,14 +295,14 @@ def _image_settings(options: CliOptions, method: TrainingMethod, hardware: Hardw
     if Path(options.model).is_dir() and not (Path(options.model) / "model_index.json").is_file():
         raise ModelError(f"--model {options.model}: no pipeline of diffusers; cosmos sft trains a language model")
     num_media, media_problems = 0, []
-    for media_item in islice(open_media_items(options.dataset, _DATASET_KEY)(), _NUM_TRAINED_IMAGES):
+    for media_item in islice(open_media_items(options.dataset, _DATASET_KEY)(), _MAX_SEEN_IMAGES):
         num_media += media_item.content is not None and not media_item.problem
         media_problems += [media_item.problem] * bool(media_item.problem)
     if not num_media:
         remedy = [*media_problems, "give a folder with 0001.png and its caption in 0001.txt, or rows with images"][0]
         raise DataError(f"--data {options.data}: no image or video with a caption; {remedy}")
     key = "local_dir" if Path(options.data).is_dir() else "name"
-    media_count = f"{num_media:,}{' or more' * (num_media == _NUM_TRAINED_IMAGES)}"
+    media_count = f"{num_media:,}{' or more' * (num_media == _MAX_SEEN_IMAGES)}"
     yield f"train.train_policy.dataset.{key}", options.data, f"--data; {media_count} images and videos with a caption"
     skipped_fraction = len(media_problems) / (num_media + len(media_problems))
     if DatasetConfig().max_skipped_fraction < skipped_fraction <= _MAX_SKIPPED_FRACTION:
@@ -330,11 +334,11 @@ def _image_settings(options: CliOptions, method: TrainingMethod, hardware: Hardw
     batch_size = min(16, 2 ** max(0, int(log2(max(1, num_media // 8)))))
     yield "train.train_batch_per_replica", batch_size, f"images of an optimizer step; there are {media_count}"
     yield "train.train_policy.mini_batch", min(batch_size, max_media_per_pass), "images or clips of one pass"
-    num_epochs = max(3, min(100, _NUM_TRAINED_IMAGES // num_media))
-    yield "train.epoch", num_epochs, f"about {_NUM_TRAINED_IMAGES:,} images seen in all, or three epochs"
+    num_epochs = max(3, min(100, _MAX_SEEN_IMAGES // num_media))
+    yield "train.epoch", num_epochs, f"about {_MAX_SEEN_IMAGES:,} images seen in all, or three epochs"
     if num_media >= 10:
-        num_held_out = max(1, min(8, num_media // 20))
-        yield "train.train_policy.dataset.test_size", num_held_out, f"held out of {media_count}, and drawn"
+        num_held_out_rows = max(1, min(8, num_media // 20))
+        yield "train.train_policy.dataset.test_size", num_held_out_rows, f"held out of {media_count}, and drawn"
         yield from _validation_settings("the loss of held-out images, and drawings of their captions")
 
 

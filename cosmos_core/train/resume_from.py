@@ -70,8 +70,8 @@ def adopt_checkpoint(workspace: Workspace, stage_fingerprint: str) -> None:
         if resume_problem is None:
             logger.info("going on from %s", checkpoint)
             return
-        should_report = folder.parent.name == workspace.path.name and checkpoint not in warned_folders
-        if should_report and resume_problem != OTHER_CONFIGURATION_REASON:
+        should_log_reason = folder.parent.name == workspace.path.name and checkpoint not in warned_folders
+        if should_log_reason and resume_problem != OTHER_CONFIGURATION_REASON:
             logger.log(log_level, "checkpoint %s is passed over: %s", checkpoint, resume_problem)
             warned_folders.add(checkpoint)
     stage_name = workspace.path.name
@@ -97,11 +97,11 @@ def check_base_model(folder: Path, stage_folder: Path, model: str) -> None:
     logger.warning(message, folder, model)
 
 
-def _identify_model(fingerprint_ingredients: dict[str, Any]) -> tuple[str, str]:
+def _identify_model(fingerprint_inputs: dict[str, Any]) -> tuple[str, str]:
     """Return the form in which the record of a stage's fingerprint identifies the model (`stage`, `hub:`, `remote:`, or
     empty for the digest of a folder), and the identifier. Identifiers of different forms cannot be compared."""
-    model = str(fingerprint_ingredients["model"])
-    if stage_digest := fingerprint_ingredients["inputs"].get(referenced_stage(model) or ""):
+    model = str(fingerprint_inputs["model"])
+    if stage_digest := fingerprint_inputs["inputs"].get(referenced_stage(model) or ""):
         return "stage", stage_digest
     return model[: model.find(":") + 1], model
 

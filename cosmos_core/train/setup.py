@@ -262,8 +262,8 @@ class _TrainingSetup:
         moving average."""
         recipe, train_config, stage = self._recipe, self._train_config, self._stage
         has_async_engines = self._train_policy.has_rollouts and recipe.mode == "disaggregated"
-        can_run_async = has_async_engines and train_config.ckpt.enable_checkpoint and not train_config.ema_enable
-        if not (recipe.validation.enable and can_run_async):
+        can_validate_async = has_async_engines and train_config.ckpt.enable_checkpoint and not train_config.ema_enable
+        if not (recipe.validation.enable and can_validate_async):
             return None
         prompts = open_held_out(stage.prepared_folder, self._train_policy, recipe.policy).prompts
         assert prompts is not None

@@ -59,8 +59,8 @@ class SampleQueue:
         version_lags = [step - version for version, _ in taken_samples]
         lag_metrics = {}
         if version_lags:
-            max_lag, mean_lag = float(max(version_lags)), float(np.mean(version_lags))
-            lag_metrics = {"rollout/version_lag": max_lag, "rollout/version_lag_mean": mean_lag}
+            max_version_lag, mean_version_lag = float(max(version_lags)), float(np.mean(version_lags))
+            lag_metrics = {"rollout/version_lag": max_version_lag, "rollout/version_lag_mean": mean_version_lag}
         return [sample for _, sample in taken_samples if sample is not None], self._group_metrics | lag_metrics
 
     def state_dict(self) -> dict[str, Any]:

@@ -178,13 +178,13 @@ class Trainer:
         return outputs
 
     @torch.no_grad()
-    def _compute_reference_outputs(self, update: Update, set_names: Sequence[str]) -> dict[int, dict[str, Tensor]]:
+    def _compute_reference_outputs(self, update: Update, weight_sets: Sequence[str]) -> dict[int, dict[str, Tensor]]:
         """Return the outputs of this rank's samples, by the positions of the samples, under the copies of the weights
-        named `set_names`, with which the loss compares the policy."""
+        named `weight_sets`, with which the loss compares the policy."""
         outputs: dict[int, dict[str, Tensor]] = {}
-        for set_name in set_names:
-            for i, row in self._compute_local_outputs(self.adapter, update.samples, update.request, set_name).items():
-                outputs.setdefault(i, {}).update({f"{set_name}/{name}": value for name, value in row.items()})
+        for weight_set in weight_sets:
+            for i, row in self._compute_local_outputs(self.adapter, update.samples, update.request, weight_set).items():
+                outputs.setdefault(i, {}).update({f"{weight_set}/{name}": value for name, value in row.items()})
         self.adapter.runner.train(True)
         return outputs
 
@@ -301,9 +301,9 @@ class Trainer:
         metrics that are reported as quantiles."""
         mesh = self.adapter.mesh
         if mesh:
-            local_fields = [(loss.value, loss.metrics, loss.values) for loss in losses]
-            fields_by_rank = mesh.all_gather_object(tree_map_only(Tensor, Tensor.cpu, local_fields))
-            losses = [Loss(*loss_fields) for loss_fields in chain(*fields_by_rank)]
+            local_losses = [(loss.value, loss.metrics, loss.values) for loss in losses]
+            losses_by_rank = mesh.all_gather_object(tree_map_only(Tensor, Tensor.cpu, local_losses))
+            losses = [Loss(*loss_fields) for loss_fields in chain(*losses_by_rank)]
         metric_totals: Metrics = {}
         values_by_metric: dict[str, list[Tensor]] = {}
         for loss in losses:

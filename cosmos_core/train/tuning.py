@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 MAX_TUNING_SECONDS = 45.0
 """Maximum total duration of the measurements that choose `mini_batch` and `num_threads`. It is exceeded only if a
 single gradient computation with a few samples takes longer."""
-_GRADIENT_SECONDS = 3.0
+_MEASUREMENT_SECONDS = 3.0
 """Target duration of one measurement, which sets the number of samples to measure with: as many as the gradient
 computation with the fewest rows per pass and the most threads needs this time for, but at least two rows per
 data-parallel rank."""
@@ -50,8 +50,8 @@ _MAX_SLOWDOWN = 1.15
 row, the search tries no larger or no smaller numbers of rows."""
 _NUM_FINALISTS, _NUM_FINALIST_ROUNDS = 4, 4
 """Number of the fastest settings that are measured again at the end, and number of new measurements of each."""
-_MIN_SECONDS, _MAX_REPEATS = 0.5, 5
-"""Settings are measured again until their measurements take `_MIN_SECONDS` together, but at most `_MAX_REPEATS`
+_MIN_TOTAL_SECONDS, _MAX_REPEATS = 0.5, 5
+"""Settings are measured again until their measurements take `_MIN_TOTAL_SECONDS` together, but at most `_MAX_REPEATS`
 times."""
 _MAX_POSTPONED_STEPS = 3
 """Number of train steps with too few samples to measure, after which the default settings are chosen."""
@@ -69,7 +69,7 @@ class SettingsSearch:
 
     def __init__(
         self,
-        pass_sizes: Sequence[int],
+        row_counts: Sequence[int],
         thread_counts: Sequence[int],
         measure: Callable[[SpeedSettings], float],
         is_affordable: Callable[[SpeedSettings, float], bool] = lambda settings, seconds: True,
@@ -77,8 +77,8 @@ class SettingsSearch:
         """Prepare the search over numbers of rows per pass and numbers of threads, both in ascending order. `measure`
         returns the seconds of settings, infinity if they need too much memory. `is_affordable` returns whether there is
         enough time and memory to measure settings, from the seconds that they will probably take."""
-        self._pass_sizes, self._thread_counts = pass_sizes, thread_counts
-        self._start_settings = SpeedSettings(pass_sizes[0], thread_counts[-1])
+        self._row_counts, self._thread_counts = row_counts, thread_counts
+        self._start_settings = SpeedSettings(row_counts[0], thread_counts[-1])
         self._measure, self._is_affordable = measure, is_affordable
         self.seconds: dict[SpeedSettings, float] = {}
         """Shortest measured duration in seconds of each of the `SpeedSettings` that were measured."""
@@ -88,18 +88,18 @@ class SettingsSearch:
         needs the least memory. Then measure each smaller number of threads with the fastest size so far and, if it is
         not slow, with the sizes around it. Finally measure the fastest settings again."""
         self._measure_if_affordable(self._start_settings)
-        self._measure_nearby_sizes(self._start_settings)
+        self._measure_nearby_row_counts(self._start_settings)
         for num_threads in reversed(self._thread_counts[:-1]):
             settings = self._fastest_settings._replace(num_threads=num_threads)
             if self._measure_if_affordable(settings) and not self._is_slow(settings):
-                self._measure_nearby_sizes(settings)
+                self._measure_nearby_row_counts(settings)
         finalist_settings = sorted(self.seconds, key=lambda settings: self.seconds[settings])[:_NUM_FINALISTS]
         for settings in finalist_settings * _NUM_FINALIST_ROUNDS if len(finalist_settings) > 1 else ():
             if math.isfinite(self.seconds[settings]):
                 self._measure_if_affordable(settings)
         max_final_seconds = _MIN_SPEEDUP * self.seconds.get(self._fastest_settings, math.inf)
-        contenders = [settings for settings, seconds in self.seconds.items() if seconds <= max_final_seconds]
-        return min(contenders, key=lambda each: (each.rows_per_pass, self.seconds[each]), default=self._start_settings)
+        candidates = [settings for settings, seconds in self.seconds.items() if seconds <= max_final_seconds]
+        return min(candidates, key=lambda each: (each.rows_per_pass, self.seconds[each]), default=self._start_settings)
 
     @property
     def _fastest_settings(self) -> SpeedSettings:
@@ -109,13 +109,13 @@ class SettingsSearch:
         seconds = self.seconds[settings]
         return math.isinf(seconds) or seconds > _MAX_SLOWDOWN * self.seconds[self._fastest_settings]
 
-    def _measure_nearby_sizes(self, start_settings: SpeedSettings) -> None:
+    def _measure_nearby_row_counts(self, start_settings: SpeedSettings) -> None:
         """Measure settings with more rows per pass than `start_settings` in ascending order, then with fewer in
         descending order. Either order ends after two slow settings in a row, at settings for which `is_affordable`
         returns False, or when the memory does not suffice."""
-        larger_sizes = [size for size in self._pass_sizes if size > start_settings.rows_per_pass]
-        smaller_sizes = [size for size in reversed(self._pass_sizes) if size < start_settings.rows_per_pass]
-        for sizes in (larger_sizes, smaller_sizes):
+        larger_counts = [size for size in self._row_counts if size > start_settings.rows_per_pass]
+        smaller_counts = [size for size in reversed(self._row_counts) if size < start_settings.rows_per_pass]
+        for sizes in (larger_counts, smaller_counts):
             num_consecutive_slow = 0
             for size in sizes:
                 settings = start_settings._replace(rows_per_pass=size)
@@ -132,7 +132,11 @@ class SettingsSearch:
         if not self._is_affordable(settings, expected_seconds):
             return False
         timings = [self._measure(settings)]
-        while len(timings) < _MAX_REPEATS and sum(timings) < _MIN_SECONDS and self._is_affordable(settings, timings[0]):
+        while (
+            len(timings) < _MAX_REPEATS
+            and sum(timings) < _MIN_TOTAL_SECONDS
+            and self._is_affordable(settings, timings[0])
+        ):
             timings.append(self._measure(settings))
         self.seconds[settings] = min([*timings, self.seconds.get(settings, math.inf)])
         return True
@@ -149,9 +153,9 @@ class SpeedTuning:
         default_settings, mesh, algorithm_config = trainer.speed_settings, trainer.adapter.mesh, train.train_policy
         self._num_dp_ranks = mesh.dp.size() if mesh else 1
         self._samples_per_row, self._rows_per_update = algorithm_config.num_sequences_per_row, rows_per_update(train)
-        self._pass_sizes, self._thread_counts = ([value] for value in default_settings)
+        self._row_counts, self._thread_counts = ([value] for value in default_settings)
         if algorithm_config.mini_batch == "auto" and not algorithm_config.has_token_based_batches:
-            self._pass_sizes = micro_batch_sizes(train, self._num_dp_ranks)
+            self._row_counts = micro_batch_sizes(train, self._num_dp_ranks)
         self._num_local_ranks = all_gather_object(platform.node()).count(platform.node())
         if train.num_threads == "auto" and trainer.adapter.device.type == "cpu":
             num_cores = max(1, count_usable_cores() // self._num_local_ranks)
@@ -164,9 +168,9 @@ class SpeedTuning:
     def restore(self, settings: Sequence[int] | None) -> None:
         """Use the settings that a checkpoint has saved; None: it has none. Values in the recipe have priority. If a
         saved value is not possible in this training, for example on a larger mesh, `choose` will measure again."""
-        allowed_values = (self._pass_sizes, self._thread_counts)
-        saved_settings = [v if len(c) > 1 else c[0] for v, c in zip(settings or (), allowed_values, strict=False)]
-        if saved_settings and all(value in c for value, c in zip(saved_settings, allowed_values, strict=True)):
+        options_by_setting = (self._row_counts, self._thread_counts)
+        saved_settings = [v if len(c) > 1 else c[0] for v, c in zip(settings or (), options_by_setting, strict=False)]
+        if saved_settings and all(value in c for value, c in zip(saved_settings, options_by_setting, strict=True)):
             self._set_chosen(SpeedSettings(*saved_settings))
 
     def choose(self, samples: list[Any]) -> tuple[list[Any], dict[str, float]]:
@@ -174,7 +178,7 @@ class SpeedTuning:
         micro-batches of the chosen size, and metrics. If settings were chosen before, do nothing. If the algorithm
         leaves out most of the samples, postpone the choice to a later step, but only a few times. If a signal requests
         a stop, end early without a choice; a resumed training chooses."""
-        if self.chosen is not None or not samples or len(self._pass_sizes) == len(self._thread_counts) == 1:
+        if self.chosen is not None or not samples or len(self._row_counts) == len(self._thread_counts) == 1:
             return samples, {}
         previous_settings = self._trainer.speed_settings
         measurement = _Measurement(self, samples)
@@ -231,10 +235,10 @@ class _Measurement:
         # In its first step, the optimizer creates two moments for each parameter.
         optimizer_bytes = 2 * sum(local_shard(p).nbytes for p in parameters if p not in optimizer.state)
         free_bytes = tuning.max_memory_fraction * self._peak_memory.available_bytes()
-        self._max_bytes = min(all_gather_object(free_bytes - self._gradient_bytes - optimizer_bytes))
-        self._bytes_per_token = self._bytes_of_largest_size = 0.0
-        self._largest_size = 0
-        """Largest number of rows per pass measured so far; its activations took `_bytes_of_largest_size`."""
+        self._max_activation_bytes = min(all_gather_object(free_bytes - self._gradient_bytes - optimizer_bytes))
+        self._bytes_per_token = self._max_measured_bytes = 0.0
+        self._max_measured_rows = 0
+        """Largest number of rows per pass measured so far; its activations took `_max_measured_bytes`."""
         token_counts = [self._trainer.adapter.num_tokens(sample) for sample in samples]
         self._max_row_tokens = tuning._samples_per_row * max(*token_counts, tuning._feed.find_max_sample_tokens() or 0)
         self._min_row_tokens = tuning._samples_per_row * min(token_counts)
@@ -252,12 +256,12 @@ class _Measurement:
         """Select so many samples that computing their gradient takes a few seconds. Return the numbers of rows per pass
         to measure with these samples; None if the algorithm leaves out most of the samples."""
         speed_tuning, sample_divisor = self._tuning, self._tuning._samples_per_row * self._tuning._num_dp_ranks
-        start_settings = SpeedSettings(speed_tuning._pass_sizes[0], speed_tuning._thread_counts[-1])
-        min_rows_per_rank = max(2, speed_tuning._pass_sizes[0])
+        start_settings = SpeedSettings(speed_tuning._row_counts[0], speed_tuning._thread_counts[-1])
+        min_rows_per_rank = max(2, speed_tuning._row_counts[0])
         self.num_samples = min(len(self._all_samples), min_rows_per_rank * sample_divisor)
         self.measure(start_settings)  # discard a first, slow gradient, which allocates memory
         seconds_per_sample = self.measure(start_settings) / self.num_samples
-        max_samples = int(_GRADIENT_SECONDS / seconds_per_sample) if seconds_per_sample else len(self._all_samples)
+        max_samples = int(_MEASUREMENT_SECONDS / seconds_per_sample) if seconds_per_sample else len(self._all_samples)
         num_samples = max(min_rows_per_rank, max_samples // sample_divisor) * sample_divisor
         self.num_samples = min(len(self._all_samples), num_samples)
         self.measure(start_settings)
@@ -265,7 +269,7 @@ class _Measurement:
         if 2 * self._num_update_samples < num_rows_per_update * speed_tuning._samples_per_row:
             return None
         rows_per_rank = -(-num_rows_per_update // speed_tuning._num_dp_ranks)
-        return [size for size in speed_tuning._pass_sizes if size <= rows_per_rank] or speed_tuning._pass_sizes[:1]
+        return [size for size in speed_tuning._row_counts if size <= rows_per_rank] or speed_tuning._row_counts[:1]
 
     def read_samples(self) -> list[Any]:
         """Return all samples of the train step, divided into micro-batches of the current size."""
@@ -275,11 +279,11 @@ class _Measurement:
         """Return True if all ranks have memory for the settings and there is time to measure them."""
         rows_per_pass = settings.rows_per_pass
         # Rows of a data term, or rows that share a prompt, may need more memory than their numbers of tokens suggest.
-        bytes_scaled_by_rows = self._bytes_of_largest_size * rows_per_pass / max(1, self._largest_size)
+        bytes_scaled_by_rows = self._max_measured_bytes * rows_per_pass / max(1, self._max_measured_rows)
         expected_bytes = max(rows_per_pass * self._max_row_tokens * self._bytes_per_token, bytes_scaled_by_rows)
-        is_measured_size = settings.rows_per_pass <= self._largest_size
+        is_measured_size = settings.rows_per_pass <= self._max_measured_rows
         has_time = self.seconds + expected_seconds <= self._tuning.max_seconds
-        return has_time and not self.is_stopped and (is_measured_size or expected_bytes <= self._max_bytes)
+        return has_time and not self.is_stopped and (is_measured_size or expected_bytes <= self._max_activation_bytes)
 
     def measure(self, settings: SpeedSettings) -> float:
         """Return the seconds in which the slowest rank computes the gradients of the first optimizer step; infinity if
@@ -307,14 +311,14 @@ class _Measurement:
         compile_seconds = self._progress.compile_seconds - self._start_compile_seconds
         total_seconds = time.monotonic() - self._start_time - compile_seconds
         local_measurements = (seconds, activation_bytes, self._trainer.max_batch_tokens, total_seconds)
-        all_values = all_gather_object((*local_measurements, self._tuning._workspace.stop_requested))
-        seconds, activation_bytes, num_tokens, self.seconds, self.is_stopped = map(max, zip(*all_values, strict=True))
-        if settings.rows_per_pass >= self._largest_size and math.isfinite(seconds):
+        rank_values = all_gather_object((*local_measurements, self._tuning._workspace.stop_requested))
+        seconds, activation_bytes, num_tokens, self.seconds, self.is_stopped = map(max, zip(*rank_values, strict=True))
+        if settings.rows_per_pass >= self._max_measured_rows and math.isfinite(seconds):
             # More rows give a better estimate, because memory that does not depend on the rows counts less.
             # With pipeline parallelism, all rows of a pass are in memory, not only those of one micro-batch.
             num_tokens = max(1, num_tokens, settings.rows_per_pass * self._min_row_tokens)
-            self._bytes_per_token, self._bytes_of_largest_size = activation_bytes / num_tokens, activation_bytes
-            self._largest_size = settings.rows_per_pass
+            self._bytes_per_token, self._max_measured_bytes = activation_bytes / num_tokens, activation_bytes
+            self._max_measured_rows = settings.rows_per_pass
         return seconds
 
 
@@ -326,7 +330,7 @@ class PeakMemory:
         self.synchronize()
         with suppress(OSError, AttributeError):  # return freed memory to the system, as its reuse hides allocations
             ctypes.CDLL(None).malloc_trim(0)
-        self._idle_bytes = torch.cuda.memory_allocated(device) if self._is_cuda else psutil.Process().memory_info().rss
+        self._start_bytes = torch.cuda.memory_allocated(device) if self._is_cuda else psutil.Process().memory_info().rss
 
     def reset(self) -> None:
         """Start a new measurement of the peak memory."""
@@ -344,11 +348,11 @@ class PeakMemory:
     def peak_bytes(self) -> int:
         """Return the peak memory since the last reset, minus the memory at the creation of the object."""
         if self._is_cuda:
-            return torch.cuda.max_memory_allocated(self._device) - self._idle_bytes
+            return torch.cuda.max_memory_allocated(self._device) - self._start_bytes
         with suppress(OSError, ValueError, StopIteration):
-            status_lines = Path("/proc/self/status").read_text().splitlines()
-            peak_kib = next(int(line.split()[1]) for line in status_lines if line.startswith("VmHWM:"))
-            return max(0, 1024 * peak_kib - self._idle_bytes)
+            process_status_lines = Path("/proc/self/status").read_text().splitlines()
+            peak_kib = next(int(line.split()[1]) for line in process_status_lines if line.startswith("VmHWM:"))
+            return max(0, 1024 * peak_kib - self._start_bytes)
         return 0
 
     def available_bytes(self) -> int:
@@ -358,10 +362,10 @@ class PeakMemory:
             return torch.cuda.mem_get_info(self._device)[0] + cached_bytes
         free_bytes, cgroup_path = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
         with suppress(OSError, ValueError, KeyError):  # ignore the value `max`, which means that there is no limit
-            cgroup_limit, cgroup_usage = (int((cgroup_path / f"memory.{n}").read_text()) for n in ("max", "current"))
+            limit_bytes, usage_bytes = (int((cgroup_path / f"memory.{n}").read_text()) for n in ("max", "current"))
             memory_statistics = dict(line.split() for line in (cgroup_path / "memory.stat").read_text().splitlines())
             page_cache_bytes = int(memory_statistics["inactive_file"])  # the kernel frees the page cache on demand
-            free_bytes = min(free_bytes, cgroup_limit - cgroup_usage + page_cache_bytes)
+            free_bytes = min(free_bytes, limit_bytes - usage_bytes + page_cache_bytes)
         return free_bytes // self._num_local_ranks
 
 

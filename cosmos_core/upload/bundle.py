@@ -74,8 +74,8 @@ class ContentStore:
         objects are complete."""
         for digest, size in size_by_digest.items():
             self._check_cancellation()
-            object_info = self._bucket.head(self._make_object_key(digest))
-            if object_info is None or object_info["size"] != size:
+            object_metadata = self._bucket.head(self._make_object_key(digest))
+            if object_metadata is None or object_metadata["size"] != size:
                 return digest
         return ""
 

@@ -64,9 +64,9 @@ class CheckpointUploader:
             if folder is None:
                 return False
             # Contents are compared, because a training that starts again makes other checkpoints of the same names.
-            manifest_key, manifest_data = self._object_key(name, MANIFEST_FILE), (folder / MANIFEST_FILE).read_bytes()
+            manifest_key, manifest_bytes = self._object_key(name, MANIFEST_FILE), (folder / MANIFEST_FILE).read_bytes()
             stored_manifest = self._bucket.read(manifest_key)
-            is_stored = stored_manifest == manifest_data
+            is_stored = stored_manifest == manifest_bytes
             if not is_stored:
                 if stored_manifest is not None:
                     # Remove only an existing object: an account that may not remove can then send new checkpoints.
@@ -75,7 +75,7 @@ class CheckpointUploader:
                 files = {self._object_key(name, file): (folder / file, e["sha256"]) for file, e in file_entries.items()}
                 journal = UploadJournal(self._stage_path / _UPLOAD_JOURNAL_FILE)
                 FileTransfer(self._bucket, journal, check_cancellation).send(files)
-                self._bucket.write(manifest_key, manifest_data)
+                self._bucket.write(manifest_key, manifest_bytes)
         self._uploaded_names.add(name)
         return not is_stored
 

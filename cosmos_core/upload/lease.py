@@ -61,8 +61,8 @@ class Lease:
                 if etag != observed_etag:
                     observed_etag, last_change_time = etag, time.monotonic()
                 has_expired = time.monotonic() - last_change_time > EXPIRY_SECONDS
-                is_available = holder is None or self._has_died(holder) or has_expired
-                if is_available and self._replace_lease(etag):
+                is_lease_free = holder is None or self._has_died(holder) or has_expired
+                if is_lease_free and self._replace_lease(etag):
                     break
                 has_waited = True
                 if holder is not None:

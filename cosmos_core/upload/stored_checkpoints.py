@@ -25,28 +25,28 @@ class StoredCheckpoints:
 
     def __init__(self, bucket: Bucket, key_prefix: str, stage_path: Path) -> None:
         self._bucket, self._key_prefix, self._stage_path = bucket, key_prefix, stage_path
-        self._stored_names: set[str] | None = None
-        self._damaged_names: set[str] = set()
+        self._stored_checkpoint_names: set[str] | None = None
+        self._damaged_checkpoint_names: set[str] = set()
 
     def push(self, check_cancellation: Callable[[], None] = lambda: None) -> list[str]:
         """Upload each complete checkpoint that the store does not have, with the training's metrics. Then remove older
         checkpoints from the store that were removed locally. Return the names of the new checkpoints, `step_N`."""
-        sent_names, manifest_by_name = [], saved_manifests(self._stage_path)
+        sent_checkpoint_names, manifest_by_name = [], saved_manifests(self._stage_path)
         for name, manifest in manifest_by_name.items():
             with translate_errors(self._bucket.url(self._key_prefix)):
-                if self._stored_names is None:
-                    self._stored_names = set(self.list_names()) - self._damaged_names
-                if name in self._stored_names:
+                if self._stored_checkpoint_names is None:
+                    self._stored_checkpoint_names = set(self.list_names()) - self._damaged_checkpoint_names
+                if name in self._stored_checkpoint_names:
                     continue
                 with link_checkpoint(manifest.parent, self._stage_path / "storing" / name) as folder:
                     if folder is None:
                         continue
                     self._send_checkpoint(name, folder, check_cancellation)
-            self._stored_names.add(name)
-            sent_names.append(name)
-        if sent_names:
+            self._stored_checkpoint_names.add(name)
+            sent_checkpoint_names.append(name)
+        if sent_checkpoint_names:
             self._remove_old_checkpoints(set(manifest_by_name))
-        return sent_names
+        return sent_checkpoint_names
 
     def pull(self) -> str:
         """Download the newest intact checkpoint and its metrics from the store, unless a local checkpoint is as new.
@@ -62,7 +62,7 @@ class StoredCheckpoints:
                         return name
                 except UploadError as error:
                     logger.warning("checkpoint %s is passed over: %s", name, error)
-                    self._damaged_names.add(name)
+                    self._damaged_checkpoint_names.add(name)
         return ""
 
     def clear(self) -> None:
@@ -97,13 +97,13 @@ class StoredCheckpoints:
         training keeps its best checkpoint in addition to the `max_keep` newest."""
         policy_folder = self._stage_path / CHECKPOINTS_FOLDER / name / "policy"
         training_state = read_json_object(policy_folder / _TRAINING_STATE_FILE)
-        best_name = f"step_{(training_state.get('best') or {}).get('step')}"
-        if best_name != name and best_name in self.list_names():
+        best_checkpoint_name = f"step_{(training_state.get('best') or {}).get('step')}"
+        if best_checkpoint_name != name and best_checkpoint_name in self.list_names():
             try:  # do not overwrite the metrics file, which belongs to the newer checkpoint `name`
-                self._fetch_checkpoint(best_name, excluded_file=_METRICS_FILE)
+                self._fetch_checkpoint(best_checkpoint_name, excluded_file=_METRICS_FILE)
             except UploadError as error:
-                logger.warning("the best checkpoint %s is passed over: %s", best_name, error)
-                self._damaged_names.add(best_name)
+                logger.warning("the best checkpoint %s is passed over: %s", best_checkpoint_name, error)
+                self._damaged_checkpoint_names.add(best_checkpoint_name)
 
     def _fetch_checkpoint(self, name: str, excluded_file: str = "") -> bool:
         entry_by_path, *_ = read_index(self._bucket, f"{self._key_prefix}/{name}.json")
@@ -113,12 +113,12 @@ class StoredCheckpoints:
             self._open_content_store().fetch({self._stage_path / path: fetched_entries[path] for path in paths})
         return bool(entry_by_path)
 
-    def _remove_old_checkpoints(self, local_names: set[str]) -> None:
-        newest_step = max(map(parse_step, local_names))
+    def _remove_old_checkpoints(self, local_checkpoint_names: set[str]) -> None:
+        newest_step = max(map(parse_step, local_checkpoint_names))
         with translate_errors(self._bucket.url(self._key_prefix)):
-            stored_names, referenced_digests = self.list_names(), set()
-            for name in stored_names:
-                if name not in local_names and parse_step(name) < newest_step:
+            stored_checkpoint_names, referenced_digests = self.list_names(), set()
+            for name in stored_checkpoint_names:
+                if name not in local_checkpoint_names and parse_step(name) < newest_step:
                     self._bucket.remove(f"{self._key_prefix}/{name}.json")
                     continue
                 entry_by_path, *_ = read_index(self._bucket, f"{self._key_prefix}/{name}.json")

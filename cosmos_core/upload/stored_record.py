@@ -12,9 +12,9 @@ from cosmos_core.upload.bundle import ContentEntry, ContentStore, read_index, wr
 
 _EVENTS_FILE, _STATE_FILE = "events.jsonl", "state.json"
 # `*/id`, such as `wandb/id`, has the run id of a tracking service, with which another machine continues that run.
-_FILE_PATTERNS = ("*.json", "*.jsonl", "*/id", "visual_output/**/*", f"{PROFILES_FOLDER}/*.operators.json")
-_FINAL_FILE_PATTERNS = (*_FILE_PATTERNS, "logs/*.log")  # logs are stored after the attempt, with secrets masked
-_EXCLUDED_FILES = {RESULT_FILE, "pool.json", "stored.jsonl", "saves.jsonl", "upload.jsonl"}
+_COPIED_FILE_PATTERNS = ("*.json", "*.jsonl", "*/id", "visual_output/**/*", f"{PROFILES_FOLDER}/*.operators.json")
+_FINAL_FILE_PATTERNS = (*_COPIED_FILE_PATTERNS, "logs/*.log")  # logs are stored after the attempt, with secrets masked
+_NOT_COPIED_FILES = {RESULT_FILE, "pool.json", "stored.jsonl", "saves.jsonl", "upload.jsonl"}
 _MAX_BYTES_BY_SUFFIX = {".jsonl": 64 << 20}
 _MAX_FILE_BYTES = 1 << 20
 
@@ -24,7 +24,7 @@ class StoredRecord:
 
     def __init__(self, bucket: Bucket, key_prefix: str, stage_path: Path, machine_name: str) -> None:
         self._bucket, self._key_prefix = bucket, key_prefix
-        self._stage_path, self._writer_info = stage_path, {"machine": machine_name, "path": str(stage_path)}
+        self._stage_path, self._writer_identity = stage_path, {"machine": machine_name, "path": str(stage_path)}
         self._content_store = ContentStore(bucket, f"{key_prefix}/content")
         self._known_entries: dict[str, ContentEntry] | None = None
         self._index_etag = ""
@@ -36,10 +36,10 @@ class StoredRecord:
                 self._known_entries, *_ = read_index(self._bucket, self._index_key)
             kept_entries = {} if is_final else self._known_entries
             new_entries = {path: log_entry for path, log_entry in kept_entries.items() if path.startswith("logs/")}
-            patterns = _FINAL_FILE_PATTERNS if is_final else _FILE_PATTERNS
-            files = {file for pattern in patterns for file in self._stage_path.glob(pattern) if file.is_file()}
+            file_patterns = _FINAL_FILE_PATTERNS if is_final else _COPIED_FILE_PATTERNS
+            files = {file for pattern in file_patterns for file in self._stage_path.glob(pattern) if file.is_file()}
             for file in sorted(files):
-                is_excluded = file.name.startswith(".") or file.name in _EXCLUDED_FILES
+                is_excluded = file.name.startswith(".") or file.name in _NOT_COPIED_FILES
                 if is_excluded or file.stat().st_size > _MAX_BYTES_BY_SUFFIX.get(file.suffix, _MAX_FILE_BYTES):
                     continue
                 path, data = str(file.relative_to(self._stage_path)), file.read_bytes()
@@ -47,7 +47,7 @@ class StoredRecord:
                 new_entries[path] = entry if self._known_entries.get(path) == entry else self._content_store.write(data)
             if new_entries == self._known_entries:
                 return
-            write_index(self._bucket, self._index_key, new_entries, **self._writer_info)
+            write_index(self._bucket, self._index_key, new_entries, **self._writer_identity)
             for entry in set(self._known_entries.values()) - set(new_entries.values()):
                 self._content_store.remove(entry)
             self._known_entries = new_entries
@@ -56,8 +56,8 @@ class StoredRecord:
         """Download the stored files of the stage if another machine, or another folder, stored them last, and if they
         have changed since the last call. Return True if files were downloaded."""
         with translate_errors(self._bucket.url(self._key_prefix)):
-            stored_entries, writer_info, etag = read_index(self._bucket, self._index_key)
-            if etag in {"", self._index_etag} or writer_info == self._writer_info:
+            stored_entries, writer_identity, etag = read_index(self._bucket, self._index_key)
+            if etag in {"", self._index_etag} or writer_identity == self._writer_identity:
                 return False
             local_entries = self._known_entries or {}
             for relative_path, entry in stored_entries.items():

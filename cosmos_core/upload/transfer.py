@@ -20,7 +20,7 @@ from cosmos_core.run.files import parse_json_objects
 from cosmos_core.transient import is_transient
 
 PART_BYTES = 16 << 20
-_MAX_PARTS = 9000  # maximum number of parts of an upload; S3 allows 10,000
+_MAX_PARTS_PER_UPLOAD = 9000  # maximum number of parts of an upload; S3 allows 10,000
 _MAX_PARALLEL_FILES = 4
 _MAX_PARALLEL_PARTS = 4
 _MAX_UPLOAD_ATTEMPTS = 3  # maximum number of uploads of an object whose digest is wrong
@@ -106,7 +106,7 @@ class FileTransfer:
         from botocore.exceptions import ClientError
 
         file_size = file.stat().st_size
-        part_bytes = max(self.part_bytes, -(-file_size // _MAX_PARTS))
+        part_bytes = max(self.part_bytes, -(-file_size // _MAX_PARTS_PER_UPLOAD))
         if file_size <= part_bytes:
             put_object, file_content = self.bucket.s3_client.put_object, file.read_bytes()
             self._send_with_md5(put_object, file_content, Key=key, Metadata={"sha256": sha256})

@@ -44,8 +44,8 @@ def run(stage: Stage) -> Outcome:
         raise GateFailed(
             f"stage {stage.name!r}: {sweep.metric} is not a number in any of {len(metric_by_branch)} branches"
         )
-    choose_best = max if sweep.mode == "max" else min
-    best_branch = choose_best(comparable_branches, key=lambda branch: metric_by_branch[branch])
+    max_or_min = max if sweep.mode == "max" else min
+    best_branch = max_or_min(comparable_branches, key=lambda branch: metric_by_branch[branch])
     model_stages = [name for name in best_branch if stage.inputs[name]["info"].get("model")]
     source_result = stage.inputs[model_stages[-1] if model_stages else best_branch[-1]]
     # `data` is left out: it names a data folder of the source stage, and only the model is linked into this stage.

@@ -19,7 +19,7 @@ from cosmos_core.upload.checkpoint_upload import CheckpointUploader, checkpoint_
 
 logger = logging.getLogger(__name__)
 
-_TOOL_FOLDERS = {".git", ".cache"}
+_EXCLUDED_FOLDERS = {".git", ".cache"}
 
 KIND = StageKind(
     name="upload",
@@ -55,7 +55,7 @@ def run(stage: Stage) -> Outcome:
     version_name = f"{stage.run_path.name}-{stage.fingerprint[:8]}"
     # Neither the record of an earlier publication nor what git and `hf download` keep in a folder is part of the model.
     model_files = [file for file in list_files_below(model_folder) if file != model_folder / RECORD_FILE]
-    model_files = [each for each in model_files if _TOOL_FOLDERS.isdisjoint(each.relative_to(model_folder).parts)]
+    model_files = [each for each in model_files if _EXCLUDED_FOLDERS.isdisjoint(each.relative_to(model_folder).parts)]
     record = {
         "version": version_name,
         "run_id": stage.run_path.name,

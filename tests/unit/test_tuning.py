@@ -47,7 +47,7 @@ def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second to measure, unless a test says otherwise: most hold whatever is chosen. All samples are used,
     however slow the machine is."""
     monkeypatch.setattr(tuning_module, "MAX_TUNING_SECONDS", 0.5)
-    monkeypatch.setattr(tuning_module, "_GRADIENT_SECONDS", 1e9)
+    monkeypatch.setattr(tuning_module, "_MEASUREMENT_SECONDS", 1e9)
 
 
 @pytest.fixture
@@ -266,10 +266,10 @@ def test_rows_of_the_greatest_length_have_to_fit_whatever_the_first_step_has(tas
     tuning, feed = tuning_of(stage_of(task, tmp_path / "long", "sft", "auto"))
     samples, _ = feed.samples(0)
     measurement = _Measurement(tuning, samples)
-    measurement._max_row_tokens, measurement._bytes_per_token, measurement._max_bytes = 100, 10.0, 4000.0
+    measurement._max_row_tokens, measurement._bytes_per_token, measurement._max_activation_bytes = 100, 10.0, 4000.0
     sizes = [size for size in (1, 2, 4, 8) if measurement.is_affordable(SpeedSettings(size, 1), 0.0)]
     assert sizes == [1, 2, 4] and not measurement.is_affordable(SpeedSettings(1, 1), 46.0)
-    measurement._largest_size, measurement._bytes_of_largest_size = 1, 1500.0  # more than its tokens say
+    measurement._max_measured_rows, measurement._max_measured_bytes = 1, 1500.0  # more than its tokens say
     assert [size for size in (1, 2, 4, 8) if measurement.is_affordable(SpeedSettings(size, 1), 0.0)] == [1, 2]
 
 
