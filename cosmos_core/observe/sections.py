@@ -11,7 +11,7 @@ from cosmos_core.observe.plots import REPORT_PANELS, draw_curves_svg
 from cosmos_core.observe.record import LoggedSample, RunRecord, StageRecord, compute_time_breakdown
 from cosmos_core.run.files import JsonDocument, parse_documents, read_json
 from cosmos_core.run.gpu_time import read_gpu_intervals, sum_gpu_seconds
-from cosmos_core.run.stage import PROFILES_FOLDER
+from cosmos_core.run.stage import PROFILES_FOLDER, read_input_metrics
 
 NUM_PROMPTS = 12
 """Maximum number of prompts whose completions the report shows."""
@@ -104,7 +104,7 @@ def make_sample_table(run: RunRecord) -> dict[str, Any]:
         if initial_samples:
             columns.append((f"before {stage.name}", {line.prompt: line for line in initial_samples}))
         if stage.kind.feed != "rollouts" or (initial_samples and stage in compared_stages):
-            columns.append((stage.name, _map_newest_samples(stage)))
+            columns.append((stage.name, _find_newest_samples(stage)))
     all_prompts = list(dict.fromkeys(prompt for _, samples in columns for prompt in samples))
     prompts = [prompt for prompt in all_prompts if all(prompt in samples for _, samples in columns)] or all_prompts
     prompt_rows = []
@@ -151,8 +151,8 @@ def get_displayed_status(stage: StageRecord) -> str:
 
 def format_headline_metric(stage: StageRecord) -> str:
     """Return name and value of the metric that is shown in the title of a stage; empty if the stage has no metrics."""
-    headline = formatting.select_key_metrics(stage.metrics, max_count=1).items()
-    return " ".join(f"{formatting.metric_family(key)} {formatting.format_number(value)}" for key, value in headline)
+    shown_metric = formatting.select_key_metrics(stage.metrics, max_count=1).items()
+    return " ".join(f"{formatting.metric_family(key)} {formatting.format_number(value)}" for key, value in shown_metric)
 
 
 def list_stage_times(stage: StageRecord) -> list[tuple[str, str]]:
@@ -253,7 +253,7 @@ def load_completion_media(sample: LoggedSample) -> list[dict[str, Any]]:
     return media_entries
 
 
-def _map_newest_samples(stage: StageRecord) -> dict[str, LoggedSample]:
+def _find_newest_samples(stage: StageRecord) -> dict[str, LoggedSample]:
     newest_samples: dict[str, LoggedSample] = {}
     for line in stage.samples:
         if line.step > newest_samples.setdefault(line.prompt, line).step:
@@ -326,9 +326,11 @@ def make_sweep_tables(run: RunRecord) -> list[dict[str, Any]]:
     for stage, sweep in ((each, choice) for each in run.stages if (choice := each.sweep) and choice.branches):
         keys = tuple(dict.fromkeys(key for sweep_branch in sweep.branches for key in sweep_branch.settings))
         rows: list[dict[str, Any]] = []
+        used_metrics = read_input_metrics(stage.path) if stage.result else {}
         for sweep_branch in sweep.branches:
             branch_stages = [stage_by_name[name] for name in sweep_branch.stages if name in stage_by_name]
-            value = {k: v for branch_stage in branch_stages for k, v in branch_stage.metrics.items()}.get(sweep.metric)
+            all_metrics = [used_metrics.get(branch_stage.name, branch_stage.metrics) for branch_stage in branch_stages]
+            value = {key: value for metrics in all_metrics for key, value in metrics.items()}.get(sweep.metric)
             stage_seconds = [branch_stage.seconds for branch_stage in branch_stages if branch_stage.seconds]
             states = sorted((branch_stage.status for branch_stage in branch_stages), key=_STATUSES_BY_URGENCY.index)
             rows.append({

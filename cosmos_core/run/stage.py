@@ -134,8 +134,8 @@ def load_stage(path: Path) -> Stage:
         )
     except (FileNotFoundError, KeyError, TypeError, ValueError) as error:
         remedy = f"cosmos resume {shlex.quote(str(path.parent.parent))} --from-stage {path.name}"
-        problem = f"{type(error).__name__}: {first_line(error)}"
-        raise ConfigError(f"another machine or version made stage {path.name!r} ({problem}): {remedy}") from error
+        problem_text = f"{type(error).__name__}: {first_line(error)}"
+        raise ConfigError(f"another machine or version made stage {path.name!r} ({problem_text}): {remedy}") from error
 
 
 def mask_stage_secrets(stage: Stage) -> None:
@@ -152,6 +152,16 @@ def find_source_stage(path: Path) -> Path:
             break  # the other run has replaced the result that was reused
         folders.append(source_path)
     return next((each for each in reversed(folders) if (each / _STAGE_FILE).is_file()), path)
+
+
+def read_input_metrics(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the metrics of its inputs that the result of the stage at `path` is based on, by name of the input: those
+    of the exported checkpoint, such as the best one, if the input is a training. Empty if they are not known."""
+    try:
+        saved_inputs = tomllib.loads((find_source_stage(path) / _STAGE_FILE).read_text(encoding="utf-8"))["inputs"]
+        return {name: dict(result["metrics"]) for name, result in saved_inputs.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def read_requested_num_engines(path: Path, default_num_engines: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.run.digests import DigestCache
@@ -101,7 +102,7 @@ def counting_run(folder: Path, *overrides: str) -> Run:
     return create_run(counting(folder, *overrides))
 
 
-def finish(run: Run, name: str, content: str = "result", **metrics: float) -> Path:
+def finish(run: Run, name: str, content: str = "result", info: Any = (), **metrics: float) -> Path:
     """Finish a stage as its worker and launcher would, without either; its folder."""
     stage, path = run.pipeline.stage(name), run.stage_path(name)
     path.mkdir(parents=True, exist_ok=True)
@@ -116,7 +117,7 @@ def finish(run: Run, name: str, content: str = "result", **metrics: float) -> Pa
     digests = {upstream: result["digest"] for upstream, result in inputs.items()}
     expected = compute_fingerprint(run.pipeline, stage, run.pipeline.stage_kinds[stage.kind], digests, run.digest_cache)
     save_fingerprint(path, expected)
-    outcome = Outcome(outputs=("out",), metrics=metrics, info={"model": "out"})
+    outcome = Outcome(outputs=("out",), metrics=metrics, info={"model": "out", **dict(info)})
     commit_manifest(path, outcome, kind=stage.kind, fingerprint=expected.value, inputs=inputs)
     register_result(run.output_dir, path, expected.value)
     return path

@@ -374,6 +374,23 @@ def test_the_report_has_a_table_of_all_branches_the_best_first(tmp_path: Path) -
     assert page.index("<td>0.5</td>") < page.index("<td>1e-05</td>")
 
 
+def test_the_report_has_the_value_of_the_exported_checkpoint_by_which_a_branch_was_chosen(tmp_path: Path) -> None:
+    export = f"{EXPORT}checkpoint = 'best'\n"
+    choice = 'metric = "validation/loss", mode = "min", through = "export"'
+    overrides = ("export.after=sft", "validation.enable=true", "train.ckpt.enable_checkpoint=true")
+    run = create_run(swept(tmp_path, f"grid = {{ {RATES} }}, {choice}", *overrides, more=export))
+    finish(run, "sft-data")
+    for rate, best, last in (("1e-5", 0.1, 0.9), ("0_5", 0.2, 0.3)):
+        entry = {"step": 2, "metric": "validation/loss", "value": best}
+        finish(run, f"sft-optm_lr-{rate}", info={"step": 3, "best": entry}, **{"validation/loss": last})
+        finish(run, f"export-optm_lr-{rate}")
+    run_stage(run, "sft")
+    [table] = make_sweep_tables(read_run(run.path))
+    assert [(row["settings"], row["value"], row["is_chosen"]) for row in table["rows"]] == [
+        ((1e-5,), 0.1, True), ((0.5,), 0.2, False),
+    ]  # fmt: skip
+
+
 def test_retraining_starts_each_branch_from_the_published_model_by_the_name_in_the_file(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     record = {"version": "v1", "metrics": {}, "files": {}}
