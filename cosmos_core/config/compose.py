@@ -516,8 +516,9 @@ def _with_absolute_paths(
 
 
 def with_paths_of_other_folders(config_values: Any, config_folders: Sequence[Path], pipeline: Pipeline) -> Any:
-    """Return the merged values of configuration files with an absolute path in place of each relative path that is
-    found only from a later of the folders `config_folders`. `pipeline`, what the values mean, says which are paths."""
+    """Return `config_values`, the merged values of configuration files, with an absolute path in place of each relative
+    path that exists neither in the current folder nor in the first of `config_folders`, but in a later one. Only paths
+    that the resolved `pipeline` of these files contains are replaced."""
     find_nearby, find_anywhere = (
         partial(_convert_reference, partial(_absolute_path, folders), ReferenceKind.PATH)
         for folders in ((Path.cwd(), config_folders[0]), config_folders)

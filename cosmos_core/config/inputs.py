@@ -68,7 +68,7 @@ class StageInput:
     location_type: LocationType
     """Type of the location; `folder` is a file or folder on this machine, which may be missing."""
     patterns: tuple[str, ...] = ALL_FILES
-    """Patterns of the files of a folder that are read; see `run.content.matches_patterns`."""
+    """Patterns of the files that are read in a folder; see `run.content.matches_patterns`."""
     revision: str | None = None
     """Revision of a model or data set on the Hub; None means the newest revision."""
 

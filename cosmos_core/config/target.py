@@ -19,8 +19,8 @@ def split_publication_target(publication_target: str) -> tuple[str, str]:
 
 
 def absolute_publication_target(publication_target: str, make_absolute: Callable[[str], str]) -> str:
-    """Return a publication target with an absolute path. `make_absolute` converts the path of a file with user code. A
-    folder `~USER/FOLDER` of an unknown user is returned unchanged."""
+    """Return a publication target with an absolute path in place of the path of a folder or, converted by
+    `make_absolute`, of a file with user code. A folder `~USER/FOLDER` of an unknown user is returned unchanged."""
     if not publication_target:
         return ""
     target_name, location = split_publication_target(publication_target)

@@ -56,8 +56,8 @@ def check(stage: Stage) -> Outcome:
 
 def run(stage: Stage) -> Outcome:
     """Sample images or videos for all prompts, score them, and return the metrics `evaluation/PROMPT_SET/REWARD`. Raise
-    the errors of `check`, `RewardError` or `StageFailed` if a prompt set has no valid reward, and `Preempted` if a stop
-    was requested; the scores of finished batches are kept."""
+    `RewardError` or `StageFailed` if a prompt set has no valid reward, `Preempted` if a stop was requested (the scores
+    of finished batches are kept), and the errors of `check`."""
     _check_rewards(stage.recipe.evaluate.rewards)
     prompt_sets = read_prompt_sets(stage.recipe.evaluate)
     unfinished_folder = stage.path / f"{_UNFINISHED_FOLDER_PREFIX}-{stage.fingerprint[:16]}"

@@ -16,7 +16,7 @@ COMPLETIONS_FILE = "completions.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class ScoredCompletion:
-    """A scored completion of a prompt."""
+    """Completion of a prompt, with its rewards."""
 
     text: str
     """Text of the completion; if the completion has several turns, the text of its last turn."""

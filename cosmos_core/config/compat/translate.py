@@ -154,8 +154,8 @@ def no_effect_message(key: str, ignored_value: Any) -> str:
 
 
 def _match_stage_prefix(key: str, table_key: str) -> tuple[str, bool]:
-    """Return the prefix `STAGE.` of the dotted key `key`, which is empty if `key` itself is `table_key` or a key below
-    `table_key`; also return whether `key` without this prefix is `table_key` or a key below it."""
+    """Split the dotted key `key` into a prefix `STAGE.` and a key, unless `key` itself is `table_key` or a key below
+    it. Return the prefix, or "" without a prefix, and whether the other part is `table_key` or a key below it."""
     if f"{key}.".startswith(f"{table_key}."):
         return "", True
     stage_name, _, remaining_key = key.partition(".")

@@ -27,7 +27,7 @@ class AlgorithmConfig(Table):
     """Keys of `[train.train_policy]` that every algorithm has."""
 
     algorithm: ClassVar[str]
-    """Value of `trainer_type` that selects the table."""
+    """Value of the recipe key `trainer_type` that selects this algorithm."""
     rows: ClassVar[str]
     """Kind of rows that the `prepare` stage makes for the algorithm: the name of a file of
     `cosmos_core/data/kinds/`."""
@@ -48,9 +48,9 @@ class AlgorithmConfig(Table):
     trainer_type: str
     """Algorithm: a built-in name, or a user class `path/file.py:Class`, whose parameters are in `[custom]`."""
     dataset: DatasetConfig = DatasetConfig()
-    """Data set of the training rows."""
+    """Settings of the data set of the training rows."""
     clean: Annotated[CleanConfig | None, OmittedIfEmpty] = None
-    """Search of the training rows for duplicates and for text of benchmarks; None: no search."""
+    """Settings of the search of the training rows for duplicates and for text of benchmarks; None: no search."""
     datasets: Annotated[tuple[SourceConfig, ...], Field(strict=False), OmittedIfEmpty] = ()
     """Data sets that are mixed by weight, in place of `dataset`, for models of text. An epoch has as many rows as all
     of them together; a data set with fewer rows than its weight requires is repeated, in a new order each time."""
@@ -68,7 +68,7 @@ class AlgorithmConfig(Table):
     """Number of processes that tokenise rows in the `prepare` stage; 0 or less: one. Images and videos are decoded by
     as many threads; 0 or less: four."""
     dataloader_batch_size: int = 1
-    """Number of rows per batch of the iterator of Cosmos-RL's controller; 0 or less: all."""
+    """Number of rows per batch that the controller of Cosmos-RL reads; 0 or less: all rows."""
     dataloader_prefetch_factor: int | None = None
     """Number of batches that a data loader prefetches."""
 

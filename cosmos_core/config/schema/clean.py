@@ -16,7 +16,7 @@ BENCHMARKS_KEY = "train.train_policy.clean.decontaminate_against"
 
 
 class BenchmarkRowsConfig(Table):
-    """`[[train.train_policy.clean.decontaminate_against]]`: rows of a benchmark."""
+    """`[[train.train_policy.clean.decontaminate_against]]`: location of the rows of a benchmark."""
 
     # `repr=False`, because the repr enters the fingerprint, which includes the content of the rows but not their name.
     name: Annotated[str, ResultNeutral, ReferenceKind.PATH, Field(min_length=1, repr=False)]

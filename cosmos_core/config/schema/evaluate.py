@@ -18,7 +18,7 @@ _DIFFUSION_MODEL_KEYS = ("prompts", "rewards", "samples_per_prompt")
 
 class EvaluateConfig(Table):
     """`[evaluate]`: what a stage of kind `evaluate` measures. A language model runs benchmarks, with the settings of
-    lm-eval's command line; a diffusion model samples prompt sets, whose images or videos rewards score."""
+    lm-eval's command line; a diffusion model samples images or videos of prompt sets, which are scored by rewards."""
 
     tasks: StringOrList = ()
     """Names of benchmarks: tasks, groups and tags of lm-eval (`lm-eval ls tasks`), or tasks of `include_path`; a
@@ -27,7 +27,7 @@ class EvaluateConfig(Table):
     """Folder with YAML files of your own tasks, which take precedence over those of lm-eval. Its files, and the local
     files of rows that a task names, are inputs of the stage. Empty: none."""
     num_fewshot: NonNegativeInt | None = None
-    """Number of solved examples in each prompt; None: that of the task."""
+    """Number of solved examples in each prompt; None: the number that the task sets."""
     limit: Annotated[PositiveInt | None, FieldUnit("items")] = None
     """Maximum number of items of each task, or of prompts of each prompt set, from the first; None: all."""
     apply_chat_template: bool = False
@@ -55,7 +55,8 @@ class EvaluateConfig(Table):
     """Rewards that score each image or video of a diffusion model, each as a metric `evaluation/PROMPT_SET/REWARD`:
     names such as `clip_score`, or your own as `file.py:function`."""
     samples_per_prompt: Annotated[PositiveInt | None, FieldUnit("images or videos"), OmittedIfEmpty] = None
-    """Number of images or videos of each prompt of a diffusion model, whose mean is the prompt's reward; None: 1."""
+    """Number of images or videos that a diffusion model samples for each prompt; the mean of their rewards is the
+    reward of the prompt. None: 1."""
 
     @property
     def prompt_sets(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ UNQUANTIZED_FORMAT = "bf16"
 
 
 class ExportConfig(Table):
-    """`[export]`: formats of an exported model."""
+    """`[export]`: settings of the formats of an exported model."""
 
     formats: Annotated[tuple[ExportFormat, ...], Field(strict=False)] = ()
     """Formats to write, each in its own folder. `bf16`: the model itself, with which all others are compared. `fp8`:

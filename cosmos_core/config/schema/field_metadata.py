@@ -65,8 +65,9 @@ class ReferenceKind(Enum):
 
 
 def class_choices(package_folder: str, suffix: str) -> SupportedValues:
-    """Return the values that a field for a class supports: an import path of user code, or the name of a built-in class
-    in a folder of this package (see `registry.list_defined_names`), without its `suffix`."""
+    """Return the metadata with the supported values of a field that names a class: import paths of user code, and the
+    names of the built-in classes in a folder of this package (see `registry.list_defined_names`), without their
+    `suffix`."""
     names = tuple(list_defined_names(package_folder, suffix))
     advice = "take one of them, or a class of your own, path/file.py:Class"
     return SupportedValues(names, f"this version has {', '.join(map(repr, names))}; {advice}", takes_import_paths=True)

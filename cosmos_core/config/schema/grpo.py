@@ -129,7 +129,7 @@ class GrpoConfig(RlConfig):
     with `sequence-truncate` and `sequence-mask` over its sequences; the mean costs an additional forward pass."""
 
     data_term: DataTermConfig = DataTermConfig()
-    """SFT rows that are trained on in addition to rollouts."""
+    """Settings of SFT rows that are trained on in addition to rollouts."""
 
     def notices(self, stage: StageContext) -> Iterator[str]:
         yield from super().notices(stage)

@@ -15,7 +15,7 @@ class HooksConfig(Table):
     hook does not cause a new training."""
 
     pre_training_hook: HookFunction = ""
-    """Called before the first step of an attempt, with `start_step` and `total_steps` (None: unknown)."""
+    """Called before the first step of an attempt of the stage, with `start_step` and `total_steps` (None: unknown)."""
     pre_training_step_hook: HookFunction = ""
     """Called before each train step, when its samples are loaded, with `current_step` (from 1) and `total_steps`."""
     post_training_step_hook: HookFunction = ""
@@ -27,6 +27,6 @@ class HooksConfig(Table):
     post_validation_hook: HookFunction = ""
     """Called after each validation, with `current_step` and the metrics of the validation."""
     load_checkpoint_hook: HookFunction = ""
-    """Called when a training continues from a checkpoint, with `step`."""
+    """Called when a training continues from a checkpoint, with `step`, the train step of the checkpoint."""
     save_checkpoint_hook: HookFunction = ""
-    """Called when a checkpoint is taken, before it is on disk, with `step`."""
+    """Called when a checkpoint is taken, before it is on disk, with `step`, the train step of the checkpoint."""

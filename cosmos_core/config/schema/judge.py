@@ -14,9 +14,9 @@ class JudgeConfig(Table):
     """`[judge]`: settings of the reward `judge`."""
 
     endpoint: Annotated[str, Field(pattern=r"^(https?://[^\s]+)?$")] = ""
-    """URL of an OpenAI-compatible server, such as `http://host:8000/v1`."""
+    """URL of the OpenAI-compatible server that runs the judge, such as `http://host:8000/v1`."""
     model: str = ""
-    """Name of the model on that server."""
+    """Name of the language model on the server at `endpoint` that judges completions."""
     rubric: str = "Judge how correct and helpful the response is."
     """Instructions for the language model that judges completions. The form of its reply is added to them: a whole
     number from 0 to `highest_score`, with a reason before it."""
@@ -32,7 +32,7 @@ class JudgeConfig(Table):
     """Time limit of the judge for all completions of one prompt, including the time that requests wait at the server;
     completions without a score are then invalid. `reward_timeout_seconds` does not apply to the judge."""
     key_env: Annotated[str, ResultNeutral] = "OPENAI_API_KEY"
-    """Environment variable that holds the key of the server, if it needs one."""
+    """Name of the environment variable with the API key of the judge's server, if the server needs one."""
     cache: Annotated[bool, ResultNeutral] = True
     """Keep replies in the cache folder of the user, so that the same completion is not judged twice."""
 

@@ -16,7 +16,7 @@ SINKS_FOLDER = "cosmos_core.observe.sinks"
 
 
 class LoggingConfig(Table):
-    """`[logging]`: metric sinks, and names of runs on Weights & Biases, MLflow and trackio."""
+    """`[logging]`: settings of metric sinks, and names of runs on Weights & Biases, MLflow and trackio."""
 
     logger: Annotated[tuple[NameOrImportPath, ...], Field(strict=False), ResultNeutral, ReferenceKind.CODE] = (
         "console",

@@ -12,7 +12,7 @@ _MIN_WEIGHT_SUM = 1e-6
 
 
 class MergeConfig(Table):
-    """`[merge]`: how models are combined."""
+    """`[merge]`: settings that say how models are combined."""
 
     method: Literal["linear", "ties", "dare_linear", "dare_ties"] = "linear"
     """Rule that combines models. `linear`: weighted sum of the weights (model soup, arXiv 2203.05482). The other rules

@@ -24,9 +24,9 @@ class Modality:
     encoder_files: tuple[str, ...]
     """Patterns of the files of a model folder that prepared rows depend on."""
     data_files: tuple[str, ...]
-    """Patterns of the files of a data folder that are read."""
+    """Patterns of the files that are read in a data folder."""
     media_files: tuple[str, ...]
-    """Patterns of the files of a media folder that are read."""
+    """Patterns of the files that are read in a media folder."""
     is_media_decoded_by_checks: bool
     """Whether `cosmos check` would have to decode images or videos to check the first rows; the check is then skipped,
     because decoding takes long."""

@@ -17,7 +17,8 @@ class ParallelismConfig(Table):
     """Number of copies of the mesh, each with `train_batch_per_replica` rows per step; equivalent to a
     `dp_replicate_size` and a number of rows that are larger by this factor."""
     tp_size: RankCount = 1
-    """Number of tensor-parallel ranks, which split the model by the plan of its class (Cosmos-RL: 2 by default)."""
+    """Number of tensor-parallel ranks, which split the layers by the `tp_plan` of the model in transformers (Cosmos-RL:
+    2 by default)."""
     cp_size: RankCount = 1
     """Number of context-parallel ranks, which share one sequence of packed rows (Ulysses), or with SANA-Video the
     tokens of a clip."""
@@ -56,7 +57,7 @@ class ParallelismConfig(Table):
 
     @property
     def num_dp_ranks(self) -> int:
-        """Return the number of data-parallel ranks, each of which gets other samples of a train step."""
+        """Return the number of data-parallel ranks, each of which gets different samples of a train step."""
         return abs(self.dp_shard_size) * self.dp_replicate_size
 
     def num_pipeline_stages(self, num_layers: int) -> int:

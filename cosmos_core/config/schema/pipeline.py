@@ -36,15 +36,16 @@ class StageConfig(Table):
     """`[[pipeline.stages]]`: one stage of the pipeline."""
 
     name: str
-    """Name of the stage, unique in the pipeline: its folder, and the name in `after` and `stage:NAME`."""
+    """Name of the stage, unique in the pipeline. It is the name of the stage's folder, and names the stage in `after`
+    and `stage:NAME`."""
     kind: str
     """Kind of the stage: prepare, sft, rl, sample, validate, evaluate, merge, export, select, gate, upload, report or
     custom."""
     recipe: str = ""
-    """Recipe file, relative to this file; empty: the recipe tables of this file."""
+    """Recipe file, relative to the pipeline's file; empty: the recipe tables of the pipeline's file."""
     overrides: dict[str, Any] = {}
-    """Recipe tables for this stage only; they take precedence over `recipe`, which takes precedence over the tables of
-    this file."""
+    """Recipe tables for this stage only; they take precedence over `recipe`, which takes precedence over the recipe
+    tables of the pipeline's file."""
     after: StringOrList = ()
     """Names of the stages that must be done before this stage starts."""
     model: Annotated[str, ReferenceKind.PATH] = ""
@@ -161,8 +162,8 @@ class PipelineConfig(Table):
     output_dir: str = ""
     """Folder of all runs, relative to the current folder; empty: `train.output_dir`, which defaults to ./outputs."""
     threads: PositiveInt | None = None
-    """Number of CPU threads of a stage's worker; None: all cores. The fingerprint includes it, because it changes the
-    order of sums and thereby the last bits of results."""
+    """Number of CPU threads of a stage's worker; None: all cores. The fingerprint includes this number, because it
+    changes the order of sums and thereby the last bits of results."""
     gpus: Annotated[PositiveInt | None, FieldUnit("GPUs"), ResultNeutral] = None
     """Maximum number of GPUs of one stage; None: not checked."""
     gpus_per_node: Annotated[PositiveInt, FieldUnit("GPUs"), ResultNeutral] = 8

@@ -18,7 +18,7 @@ class PolicyConfig(Table):
     """`[policy]`: the model, its trained parameters, and its parallelism."""
 
     parallelism: PolicyParallelismConfig = PolicyParallelismConfig()
-    """Device mesh of the trainer."""
+    """Sizes of the trainer's device mesh."""
     diffusers: Annotated[DiffusersConfig, EnabledBy("is_diffusers")] = DiffusersConfig()
     """Settings of diffusion models; they have an effect only with `is_diffusers`."""
     is_diffusers: bool = False
@@ -46,7 +46,7 @@ class PolicyConfig(Table):
     Cosmos-RL): recompute only norms, activation functions and wide matrices, with memory and compute between the other
     two. For a family without support all activations are kept, with a warning."""
     lora: LoraConfig | None = None
-    """Low-rank adapters; None: all weights are trained."""
+    """Settings of low-rank adapters; None: all weights are trained."""
     trainable_map: dict[str, bool] | None = None
     """Map from the name of a module or parameter to whether it is trained; an inner name takes precedence over an outer
     name. The map applies after `freeze_pattern` and `trainable_pattern`. None: what is trained depends on these

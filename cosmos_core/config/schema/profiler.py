@@ -9,10 +9,10 @@ from cosmos_core.config.schema.table import Table
 
 
 class SubProfilerConfig(Table):
-    """`[profiler.sub_profiler_config]`: which steps and ranks are traced, and what is recorded."""
+    """`[profiler.sub_profiler_config]`: settings that select which steps and ranks are traced, and what is recorded."""
 
     do_profile: Annotated[bool, ResultNeutral] = False
-    """Record from the beginning of an attempt; False: only after `cosmos profile RUN`."""
+    """Record from the beginning of an attempt of the stage; False: only after `cosmos profile RUN`."""
     active_steps: Annotated[PositiveInt, FieldUnit("train steps"), ResultNeutral] = 1
     """Number of train steps that are recorded."""
     warmup_steps: Annotated[NonNegativeInt, FieldUnit("train steps"), ResultNeutral] = 1
@@ -37,4 +37,4 @@ class ProfilerConfig(Table):
     """Record `profile/steps_A-B_rank_R.json.gz` in the stage, which Perfetto (ui.perfetto.dev) opens, and the operators
     that took longest, which the report shows."""
     sub_profiler_config: Annotated[SubProfilerConfig, EnabledBy("enable_profiler")] = SubProfilerConfig()
-    """Train steps and ranks that the profiler records."""
+    """Settings that select the train steps and ranks that the profiler records."""

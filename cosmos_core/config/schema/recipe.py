@@ -49,23 +49,23 @@ class Recipe(Table):
     """Root table of a recipe."""
 
     distillation: DistillationConfig = DistillationConfig()
-    """Distillation from a teacher."""
+    """Settings of the distillation from a teacher."""
     train: TrainConfig = Field(default_factory=TrainConfig)
-    """Optimizer, data, precision and checkpoints of the training."""
+    """Settings of the optimizer, data, precision and checkpoints of the training."""
     policy: PolicyConfig = PolicyConfig()
-    """Model and its device mesh."""
+    """Settings of the model and its device mesh."""
     rollout: RolloutConfig = RolloutConfig()
-    """Generation of completions in training."""
+    """Settings of the generation of completions in training."""
     validation: ValidationConfig = ValidationConfig()
-    """Validation on held-out rows."""
+    """Settings of the validation on held-out rows."""
     evaluate: EvaluateConfig = EvaluateConfig()
-    """Public benchmarks of a stage of kind `evaluate`."""
+    """Settings of a stage of kind `evaluate`, which runs public benchmarks or samples prompt sets."""
     export: ExportConfig = ExportConfig()
-    """Formats in which a stage of kind `export` writes its model."""
+    """Settings of a stage of kind `export`: the formats in which it writes its model."""
     logging: LoggingConfig = LoggingConfig()
-    """Metric sinks, such as Weights & Biases."""
+    """Settings of metric sinks, such as Weights & Biases."""
     profiler: ProfilerConfig = ProfilerConfig()
-    """Traces of train steps."""
+    """Settings of the traces of train steps by torch.profiler."""
     judge: JudgeConfig = JudgeConfig()
     """Settings of the language model that the reward `judge` queries."""
     merge: MergeConfig = MergeConfig()
@@ -117,7 +117,7 @@ class Recipe(Table):
 
     @property
     def max_held_out_tokens(self) -> int:
-        """Return the maximum number of tokens of a held-out completion."""
+        """Return the maximum number of tokens of a completion in validation."""
         return self.validation.max_response_length or self.rollout.max_response_length
 
     @property
@@ -129,8 +129,8 @@ class Recipe(Table):
 
     @property
     def held_out_rewards(self) -> dict[str, float] | RemoteRewardConfig:
-        """Return what scores held-out completions, by default as in training: the weights of reward functions by name,
-        or the settings of a reward service."""
+        """Return what scores the completions in validation, by default as in training: the weights of reward functions
+        by name, or the settings of a reward service."""
         validation, train_policy = self.validation, self.train.train_policy
         return validation.remote_reward_config or validation.reward_function or train_policy.validation_rewards
 

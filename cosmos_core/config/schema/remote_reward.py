@@ -12,7 +12,7 @@ from cosmos_core.config.schema.value_types import CompletionCount
 
 
 class RewardFunctionConfig(Table):
-    """`[[...remote_reward.reward_fns]]`: one reward function of the reward service."""
+    """`[[...remote_reward.reward_fns]]`: settings of one reward function of the reward service."""
 
     name: Annotated[str, Field(min_length=1)]
     """Name of the reward function in the reward service."""
@@ -38,7 +38,7 @@ class RewardFunctionConfig(Table):
 
 
 class RemoteRewardConfig(Table):
-    """`[...remote_reward]`: requests to a reward service."""
+    """`[...remote_reward]`: settings of requests to a reward service."""
 
     scale: float = 1.0
     """Factor by which the total reward is multiplied after the total is clipped."""
@@ -53,7 +53,7 @@ class RemoteRewardConfig(Table):
     batch_size: CompletionCount = 1
     """Number of completions per request to the reward service."""
     timeout_seconds: Annotated[PositiveFloat, FieldUnit("seconds")] = 600.0
-    """Time limit of a score in seconds, after which it counts as missing."""
+    """Time limit of a score in seconds, after which the score counts as missing."""
     max_in_flight: Annotated[PositiveInt, FieldUnit("requests"), ResultNeutral] = 64
     """Maximum number of requests that wait for their scores at a time."""
     missing_score: Literal["retry", "drop_group", "fail"] = "retry"

@@ -74,14 +74,15 @@ class RlConfig(AlgorithmConfig):
     `path/file.py:function`. If the key is left out and `dataset` is a generator of `reasoning-gym`: `reasoning_gym`,
     the generator's own scoring."""
     reward_timeout_seconds: Annotated[PositiveFloat, FieldUnit("seconds")] = 10.0
-    """Time limit of one call of a reward function, after which it is killed; its completion is then invalid."""
+    """Time limit of one call of a reward function, after which the call is killed; the reward of the completion is then
+    invalid."""
     reward_env: Annotated[StringOrList, ResultNeutral] = ()
     """Names of environment variables that reward functions receive, such as the key of a service, in addition to those
     that every subprocess receives, such as PATH; their values are masked in logs."""
     use_remote_reward: bool = False
     """Take rewards from a reward service in place of `reward_function`."""
     remote_reward: Annotated[RemoteRewardConfig, EnabledBy("use_remote_reward")] = RemoteRewardConfig()
-    """Requests to the reward service."""
+    """Settings of requests to the reward service."""
     filter_reward_metric: StringOrList = ()
     """With variant = 'dapo': reward metrics that must differ within a group for it to be trained on; the total reward
     if empty, or if the group's rewards report none of them. A reward of weight 0 can serve this purpose alone."""

@@ -25,7 +25,7 @@ _VLLM_MESH_KEYS = {"n_init_replicas", "tp_size", "pp_size", "dp_shard_size"}
 
 
 class SamplingConfig(Table):
-    """`[rollout.sampling_config]`: how tokens are sampled in training."""
+    """`[rollout.sampling_config]`: settings of token sampling in training."""
 
     temperature: NonNegativeFloat = 1.0
     """Softmax temperature; 0: greedy. Should equal `train.train_policy.temperature`."""
@@ -48,10 +48,10 @@ class RolloutAsyncConfig(Table):
 
 
 class RolloutConfig(Table):
-    """`[rollout]`: rollout engines, and how they generate completions."""
+    """`[rollout]`: settings of the rollout engines, and of the generation of completions."""
 
     parallelism: RolloutParallelismConfig = RolloutParallelismConfig()
-    """Device mesh of one engine."""
+    """Settings of the number and the device meshes of the rollout engines."""
     backend: Annotated[NameOrImportPath, class_choices("cosmos_core.rollout", "Engine"), ReferenceKind.CODE] = "vllm"
     """Engine that generates completions: `vllm`, also for Cosmos-RL's `trtllm` and `vllm_async`; `hf`, a sampling loop
     on the trainer's modules, which also replaces a vLLM that cannot be imported, with a warning; `flow_sampler`, the
@@ -78,7 +78,7 @@ class RolloutConfig(Table):
     seed: int | None = None
     """Seed of sampling; None: `train.seed`."""
     sampling_config: SamplingConfig = SamplingConfig()
-    """How tokens are sampled in training."""
+    """Settings of token sampling in training."""
     enforce_eager: Annotated[bool, ResultNeutral] = False
     """Run vLLM without CUDA graphs, which saves their memory and the time to capture them (Cosmos-RL: true by default);
     no effect on CPU."""
@@ -86,16 +86,16 @@ class RolloutConfig(Table):
     """Fraction of a GPU's memory that vLLM may use; no effect on CPU."""
     probe_interval: Annotated[PositiveInt, FieldUnit("train steps"), ResultNeutral] = 50
     """Number of train steps between two comparisons of the log-probabilities of engine and trainer. They are also
-    compared when an engine receives its first weights, and at its first load after each level of sleep; a difference
-    beyond rounding ends the stage."""
+    compared when an engine receives its first weights, and when it first receives weights after each level of vLLM's
+    sleep mode; a difference beyond rounding ends the stage."""
     stop_on_alarm: Annotated[bool, ResultNeutral] = False
     """End the stage if the completions of a step show that an engine does not compute the same as the trainer
-    (`watch/alarm`); its next attempt restarts the engines, from the last checkpoint."""
+    (`watch/alarm`); the next attempt of the stage restarts the engines, and continues from the last checkpoint."""
     engine_timeout_seconds: Annotated[PositiveFloat, FieldUnit("seconds"), ResultNeutral] = 600.0
     """Time without a forward pass, while there are prompts, after which an engine in a separate process is killed and
     restarted; other engines take over its prompts."""
     multi_turn_config: MultiTurnRolloutConfig = MultiTurnRolloutConfig()
-    """Conversations of several turns, with tools."""
+    """Settings of conversations of several turns, with tools."""
     async_config: RolloutAsyncConfig = RolloutAsyncConfig()
     """Settings that have an effect with `mode = "async"`."""
     async_r2r_sync: Literal["disabled", "generation", "inference"] = "disabled"
@@ -106,10 +106,10 @@ class RolloutConfig(Table):
     weight_transfer: Annotated[Literal["host", "native", "delta"], ResultNeutral] = "host"
     """How weights reach engines in separate processes. `host`: through host memory. `delta`: through host memory, but
     only the values that changed, which are few in half precision at a small learning rate; the first rank and each
-    engine keep a copy of the weights in host memory. `native`: by vLLM's own weight
-    transfer, which is an NCCL broadcast with `mode = "disaggregated"` and CUDA IPC with `colocated_separated`; it has
-    never run on a GPU. If an engine does not support it (on CPU, without NCCL, of another backend), or a load fails,
-    weights are transferred through host memory, with a line in the log."""
+    engine keep a copy of the weights in host memory. `native`: by vLLM's own weight transfer, which is an NCCL
+    broadcast with `mode = "disaggregated"` and CUDA IPC with `colocated_separated`; it has never run on a GPU. If an
+    engine does not support it (on CPU, without NCCL, of another backend), or a load fails, weights are transferred
+    through host memory, with a line in the log."""
     prefetch_rollout: bool = False
     """Prefetch the next prompts during generation."""
     prefetch_queue_maxsize: Annotated[PositiveInt, FieldUnit("batches"), EnabledBy("prefetch_rollout")] = 2

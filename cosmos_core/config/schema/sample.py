@@ -37,7 +37,8 @@ class SampleStageConfig(Table):
     """`[sample]`: the completions that a stage of kind `sample` keeps as rows."""
 
     keep: KeepConfig = KeepConfig(best=1)
-    """Which completions become rows. `rollout.n_generation` is the number of completions of each prompt."""
+    """Settings that select the completions that become rows. `rollout.n_generation` is the number of completions of
+    each prompt."""
     pairs: Literal["", "best-worst"] = ""
     """Format of the rows. Empty: a conversation for SFT. `best-worst`: a pair for DPO, of the best completion that
     passes `keep` and the worst completion of the same prompt."""
@@ -47,9 +48,9 @@ class SampleStageConfig(Table):
     """URL of an OpenAI-compatible server that completes the prompts, such as `http://host:8000/v1`; the model of the
     stage then only supplies the tokenizer. Empty: the model of the stage completes them."""
     endpoint_model: str = ""
-    """With `endpoint`: name of the model on that server."""
+    """With `endpoint`: name of the model with which the server completes prompts."""
     endpoint_key_env: Annotated[str, EnabledBy("endpoint"), ResultNeutral] = "OPENAI_API_KEY"
-    """With `endpoint`: environment variable that holds the key of the server, if it needs one."""
+    """With `endpoint`: name of the environment variable with the API key of the server, if the server needs one."""
     endpoint_requests: Annotated[PositiveInt, EnabledBy("endpoint"), ResultNeutral] = 32
     """With `endpoint`: maximum number of requests at a time."""
 

@@ -12,7 +12,7 @@ _MAX_BRANCHES = 256
 
 
 class SweepBranch(Table):
-    """`[[pipeline.stages.sweep.branches]]`: one branch of a sweep."""
+    """`[[pipeline.stages.sweep.branches]]`: stages and settings of one branch of a sweep."""
 
     stages: Annotated[StringOrList, Field(min_length=1)]
     """Stages of the branch, in order: the branch is judged by the metrics of all its stages, and its model is that of
@@ -33,7 +33,8 @@ class SweepConfig(Table):
     mode: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value is the best; among equal values the first branch wins."""
     through: StringOrList = ()
-    """Later stages that each branch also has, with all stages in between, such as a `validate` stage."""
+    """Later stages that are copied into each branch, with all stages between them and this stage, such as a `validate`
+    stage."""
     max_parallel: Annotated[PositiveInt | None, ResultNeutral] = None
     """Maximum number of branch stages that run concurrently; None: one, or with a `work_pool` the limit of the pool."""
     branches: Annotated[tuple[SweepBranch, ...], Field(strict=False)] = ()

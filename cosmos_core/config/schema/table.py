@@ -71,7 +71,8 @@ class Table(BaseModel):
     )
 
     enabling_field: ClassVar[str] = ""
-    """Name of the field that enables the table; while it is off, other fields have no effect. Empty: always enabled."""
+    """Name of the field that enables the table; while this field is off, the other fields have no effect. Empty: the
+    table is always enabled."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Add the keys that `unused.toml` declares for the table, after its other keys."""
@@ -237,8 +238,8 @@ def result_values(table: Table) -> dict[str, Any]:
 
 
 def convert_references(table: TableT, convert_reference_fn: Callable[[ReferenceKind, str], str]) -> TableT:
-    """Return a table in which `convert_reference_fn` has converted the values of all fields with a `ReferenceKind`,
-    nested tables included."""
+    """Return a copy of a table in which `convert_reference_fn` has converted the values of all fields with a
+    `ReferenceKind`, nested tables included."""
     reference_kinds, converted_values = _reference_kinds(type(table)), dict[str, Any]()
     for name in type(table).model_fields:
         value, reference_kind = getattr(table, name), reference_kinds.get(name)

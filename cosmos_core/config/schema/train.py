@@ -64,7 +64,7 @@ AlgorithmTable = Annotated[
 
 
 class TrainConfig(Table):
-    """`[train]`: optimizer, learning rate schedule, batch size and precision."""
+    """`[train]`: settings of optimizer, learning rate schedule, batch size and precision."""
 
     epoch: Annotated[PositiveInt, FieldUnit("epochs")] = 1
     """Number of passes over the training rows."""
@@ -142,9 +142,9 @@ class TrainConfig(Table):
     """Whether the gathered parameters of a block are freed after its forward pass; `default`: unless there is pipeline
     parallelism."""
     fp8: FP8Config = FP8Config()
-    """Linear layers in 8-bit floating point."""
+    """Settings of linear layers in 8-bit floating point."""
     fp4: FP4Config = FP4Config()
-    """Linear layers in 4-bit floating point, which are not supported; changed settings of this table are refused."""
+    """Settings of linear layers in 4-bit floating point, which are not supported; changed settings are refused."""
 
     seed: Annotated[int | None, AfterValidator(lambda seed: DEFAULT_SEED if seed is None or seed < 0 else seed)] = None
     """Seed of initialisation, order of rows and sampling; None or negative: 42."""
@@ -172,7 +172,7 @@ class TrainConfig(Table):
     """Skip a transfer of weights to the engines while the previous transfer is in progress."""
 
     ckpt: CheckpointConfig = CheckpointConfig()
-    """When checkpoints are saved and where the model is published."""
+    """Settings of checkpoints and of the publication of the model."""
     hooks: HooksConfig = HooksConfig()
     """User functions that are called at points of a training."""
     resume: Annotated[bool | str, ResultNeutral, ReferenceKind.PATH] = False

@@ -43,7 +43,7 @@ class ValidationConfig(Table):
     batch_size: RowCount | None = None
     """Number of rows per forward pass, or of prompts per generation call; None: as in training."""
     dataset: HeldOutDatasetConfig = HeldOutDatasetConfig()
-    """Data set of the held-out rows; empty name: `test_size` rows of the training data."""
+    """Settings of the data set of the held-out rows; with an empty `name`: `test_size` rows of the training data."""
     max_rows: RowCount | None = None
     """Maximum number of held-out rows, from the first; None: all. `dataset.split = "test[:200]"` selects other rows."""
     temperature: NonNegativeFloat = 0.0
@@ -69,7 +69,7 @@ class ValidationConfig(Table):
     """Score completions in validation with the reward service; the value must be that of training. None: as in
     training."""
     remote_reward: Annotated[RemoteRewardConfig | None, EnabledBy("use_remote_reward")] = None
-    """Requests to the reward service; None: as in training."""
+    """Settings of requests to the reward service; None: as in training."""
 
     @model_validator(mode="after")
     def _check_greedy_sampling(self, info: ValidationInfo) -> Self:
