@@ -188,7 +188,8 @@ def _run_locally(run: Run, stage_name: str) -> State[Any] | Result:
 
 
 def _run_on_work_pool(run: Run, stage_name: str) -> State[Any] | Result:
-    """Run a stage on its work pool. If the child flow run ended without recording an error, count a failed attempt."""
+    """Run a stage on its work pool, and return its result or the final state of its task run. If the child flow run
+    ended without recording an error, count a failed attempt."""
     stage, stage_path = run.pipeline.stage(stage_name), run.stage_path(stage_name)
     earlier_end = read_state(stage_path).ended
     try:
@@ -316,7 +317,7 @@ def _make_result_under_lock(
                     get_kill_reason=stage_sync.lease_loss_reason, get_stop_error=budget_check.find_budget_error,
                     environment={**gpu_environment, **service_variables},
                     inherited_environment=environment_for_user_code(stage.env) if stage.entry else os.environ,
-                    secrets=(*run.pipeline.secret_env_names(stage), *service_variables),
+                    secret_vars=(*run.pipeline.secret_env_names(stage), *service_variables),
                 )  # fmt: skip
                 worker.run_attempt(attempt_settings)
             return stage_sync.send_result(_finish_stage(run, stage, expected_fingerprint)), False

@@ -42,11 +42,11 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
             continue
         base_stage, data_stage_name = _find_base_stage(pipeline, stage), referenced_stage(stage.data)
         references = stage_references(stage, pipeline.recipes[stage.name], pipeline.stage_kind(stage))
-        row_stages = [referenced_stage(value) for key, value in references if key not in MODEL_REFERENCE_KEYS]
-        row_kinds = {name: pipeline.stage_kind(pipeline.stage(name)) for name in filter(None, row_stages)}
-        unknown_rows = [name for name, row_kind in row_kinds.items() if row_kind.makes != "data"]
-        if base_stage is None or unknown_rows:
-            unfinished_stage_name = referenced_stage(stage.model) if base_stage is None else unknown_rows[0]
+        row_stage_names = [referenced_stage(value) for key, value in references if key not in MODEL_REFERENCE_KEYS]
+        row_kinds = {name: pipeline.stage_kind(pipeline.stage(name)) for name in filter(None, row_stage_names)}
+        unknown_row_stages = [name for name, row_kind in row_kinds.items() if row_kind.makes != "data"]
+        if base_stage is None or unknown_row_stages:
+            unfinished_stage_name = referenced_stage(stage.model) if base_stage is None else unknown_row_stages[0]
             yield f"{stage.name}: not looked at: it starts from what stage {unfinished_stage_name!r} will make"
             continue
         data, prompts = "" if data_stage_name else stage.data, prompts_by_stage.get(data_stage_name)
@@ -98,8 +98,8 @@ def _find_pixel_limits(pipeline: Pipeline, name: str) -> dict[str, int]:
     """Return the `min_pixels` and `max_pixels` with which a stage reads images: its own settings and, for those that it
     does not set, the settings of the stage that makes its model."""
     source_name = referenced_stage(pipeline.initial_model(pipeline.stage(name)))
-    inherited_limits = _find_pixel_limits(pipeline, source_name) if source_name else {}
-    return inherited_limits | dict(image_settings(pipeline.recipes[name]).pixels)
+    inherited_pixel_limits = _find_pixel_limits(pipeline, source_name) if source_name else {}
+    return inherited_pixel_limits | dict(image_settings(pipeline.recipes[name]).pixels)
 
 
 def check_first_rows(pipeline: Pipeline) -> None:
@@ -108,11 +108,11 @@ def check_first_rows(pipeline: Pipeline) -> None:
     for stage in pipeline.stages:
         if pipeline.stage_kind(stage).reads_data != "source" or referenced_stage(stage.data) is not None:
             continue
-        run_inputs = pipeline.inputs(stage)
+        inputs = pipeline.inputs(stage)
         decodes_media = pipeline.recipes[stage.name].policy.modality.is_media_decoded_by_checks
-        if decodes_media or any(each.role == "data_code" for each in run_inputs) or _has_prepared_rows(pipeline, stage):
+        if decodes_media or any(each.role == "data_code" for each in inputs) or _has_prepared_rows(pipeline, stage):
             continue
-        data_inputs = [each for each in run_inputs if each.role == "data"]
+        data_inputs = [each for each in inputs if each.role == "data"]
         are_local = {each.location_type for each in data_inputs} <= {"folder", "literal"}
         data_paths = [Path(each.location) for each in data_inputs if each.location_type == "folder"]
         file_lists = [list_data_files(path, DATA_FILE_PATTERNS) if path.is_dir() else [path] for path in data_paths]
@@ -171,7 +171,7 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
         service_variables, config = load_named_service(stage.reward_service), pipeline.config
         attempt_settings = AttemptSettings(
             stage_path=stage_path, python_path=config.python, num_threads=count_worker_threads(pipeline),
-            grace_seconds=config.grace_seconds, environment=service_variables, secrets=tuple(service_variables),
+            grace_seconds=config.grace_seconds, environment=service_variables, secret_vars=tuple(service_variables),
         )  # fmt: skip
         try:
             return run_attempt(attempt_settings)

@@ -49,10 +49,10 @@ def decide_retention(output_dir: Path, *, num_kept_runs: int, older_than_seconds
     run_paths_by_pipeline: dict[str, list[Path]] = {}
     for path, pipeline in pipeline_by_run.items():
         run_paths_by_pipeline.setdefault(pipeline, []).append(path)
-    newest_reason = f"one of the newest {num_kept_runs}" if num_kept_runs > 1 else "the newest"
+    newest_runs_reason = f"one of the newest {num_kept_runs}" if num_kept_runs > 1 else "the newest"
     reasons_to_keep: dict[Path, str] = {}
     for paths in run_paths_by_pipeline.values() if num_kept_runs else ():
-        reasons_to_keep |= dict.fromkeys(paths[-num_kept_runs:], f"{newest_reason} of its pipeline")
+        reasons_to_keep |= dict.fromkeys(paths[-num_kept_runs:], f"{newest_runs_reason} of its pipeline")
     age_by_run = {path: max(0.0, time.time() - _find_last_activity_time(path)) for path in pipeline_by_run}
     for path, age_seconds in age_by_run.items():
         if age_seconds < older_than_seconds:
@@ -91,7 +91,7 @@ def remove_runs(output_dir: Path, decisions: Iterable[RetentionDecision]) -> Ite
     _move_unused_downloads(output_dir, trash_folder)
     for folder in trash_folder.iterdir():  # also remove runs that an earlier, killed call left in the trash folder
         shutil.rmtree(folder, ignore_errors=True)
-    _remove_shared_entries(output_dir, set(removed_run_ids))
+    _remove_run_records(output_dir, set(removed_run_ids))
 
 
 def _move_unused_downloads(output_dir: Path, trash_folder: Path) -> None:
@@ -193,15 +193,15 @@ def _keep_referenced_runs(run_paths: list[Path], reasons_to_keep: dict[Path, str
         settings_files = [file for pattern in file_patterns for file in kept_run_path.glob(pattern) if file.is_file()]
         run_settings_text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in settings_files)
         for path in [path for path in run_paths if path not in reasons_to_keep]:
-            prefixes = {f"{path}/", f"{path.resolve()}/"}
+            path_prefixes = {f"{path}/", f"{path.resolve()}/"}
             # Search also for the path with JSON's escape sequences, because manifests are JSON files.
-            path_variants = prefixes | {json.dumps(prefix)[1:-1] for prefix in prefixes}
-            if any(escaped_prefix in run_settings_text for escaped_prefix in path_variants):
+            searched_prefixes = path_prefixes | {json.dumps(prefix)[1:-1] for prefix in path_prefixes}
+            if any(escaped_prefix in run_settings_text for escaped_prefix in searched_prefixes):
                 reasons_to_keep[path] = f"run {kept_run_path.name} refers to it"
                 unvisited_run_paths.append(path)
 
 
-def _remove_shared_entries(output_dir: Path, removed_run_ids: set[str]) -> None:
+def _remove_run_records(output_dir: Path, removed_run_ids: set[str]) -> None:
     run_id_readers: dict[str, Callable[[Path], Any]] = {
         "fingerprints/*/*.json": lambda file: str(read_json_object(file).get("stage", "")).partition("/")[0],
         "flow_runs/*": lambda file: file.read_text(encoding="utf-8", errors="replace"),

@@ -32,7 +32,7 @@ class StageCost:
 
     name: str
     seconds: float | None
-    gpus: int
+    num_gpus: int
     memory_fit: str
     """Whether the peak memory fits into the GPU or host: `yes`, `no: N GiB` with the peak memory N, or `?` if a part of
     the peak is unknown; empty: the peak or the memory of the machine is unknown."""
@@ -43,14 +43,14 @@ class StageCost:
     @property
     def gpu_hours(self) -> float | None:
         """Return the GPU hours: duration times number of GPUs; None if the duration is unknown."""
-        return None if self.seconds is None else self.seconds * self.gpus / 3600
+        return None if self.seconds is None else self.seconds * self.num_gpus / 3600
 
     @property
     def gpu_seconds(self) -> float | None:
         """Return the GPU seconds; None if a stage with GPUs has an unknown duration."""
-        if not self.gpus:
+        if not self.num_gpus:
             return 0.0
-        return None if self.seconds is None else self.seconds * self.gpus
+        return None if self.seconds is None else self.seconds * self.num_gpus
 
 
 def estimate_costs(
@@ -59,23 +59,23 @@ def estimate_costs(
     estimate_by_stage: Mapping[str, StageEstimate],
     gpu_count_by_stage: Mapping[str, int],
     output_dir: Path,
-    machine: MachineSpec | None,
+    machine_spec: MachineSpec | None,
 ) -> list[StageCost]:
     """Return the cost of each stage, from the estimates of trainings and the numbers of GPUs, both by stage name."""
     run_ids = [info.run_id for info in list_runs(output_dir) if info.pipeline == pipeline.config.name]
     earlier_runs = [read_run(output_dir / run_id) for run_id in reversed(run_ids[-_MAX_HISTORY_RUNS:])]
-    stage_costs, gpu_type = [], machine.gpu_type if machine else ""
+    stage_costs, gpu_type = [], machine_spec.gpu_type if machine_spec else ""
     for stage in pipeline.stages:
         stage_estimate = estimate_by_stage.get(stage.name)
         size_estimate = stage_estimate if isinstance(stage_estimate, dict) else None
         time_estimate: tuple[float | None, str] = 0.0, "reused"
         if decision_by_stage[stage.name].action not in {"reuse", "adopt"}:
             num_steps = size_estimate["steps"] if size_estimate else None
-            past_estimate = _estimate_from_history(stage, num_steps, earlier_runs, gpu_type)
-            time_estimate = past_estimate or _estimate_from_flops(
-                pipeline, stage, size_estimate, gpu_count_by_stage, machine
+            history_estimate = _estimate_from_history(stage, num_steps, earlier_runs, gpu_type)
+            time_estimate = history_estimate or _estimate_from_flops(
+                pipeline, stage, size_estimate, gpu_count_by_stage, machine_spec
             )
-        memory_verdict = _describe_memory_fit(size_estimate, machine, pipeline.recipes[stage.name].mode)
+        memory_verdict = _describe_memory_fit(size_estimate, machine_spec, pipeline.recipes[stage.name].mode)
         disk_bytes = _estimate_disk_bytes(stage, size_estimate, earlier_runs)
         seconds, time_source = time_estimate
         num_gpus = gpu_count_by_stage.get(stage.name, 0)
@@ -83,17 +83,17 @@ def estimate_costs(
     return stage_costs
 
 
-def render_cost_table(pipeline: Pipeline, stage_costs: Sequence[StageCost], machine: MachineSpec | None) -> Table:
+def render_cost_table(pipeline: Pipeline, stage_costs: Sequence[StageCost], machine_spec: MachineSpec | None) -> Table:
     """Return the costs of all stages as a table with totals; the total time is that of the longest chain of stages."""
     hourly_price = pipeline.config.price_per_gpu_hour
     table = Table("stage", title="time and cost")
     for column in ("GPUs", "time", "GPU hours", *(["cost"] if hourly_price is not None else [])):
         table.add_column(column, justify="right")
     table.add_column("disk", justify="right")
-    table.add_column(f"fits {machine.memory_gib:.3g} GiB" if machine and machine.memory_gib else "fits")
+    table.add_column(f"fits {machine_spec.memory_gib:.3g} GiB" if machine_spec and machine_spec.memory_gib else "fits")
     table.add_column("known from")
 
-    def make_row(gpus: str, seconds: float | None, gpu_hours: float | None, *, is_minimum: bool = False) -> list[str]:
+    def make_cells(gpus: str, seconds: float | None, gpu_hours: float | None, *, is_minimum: bool = False) -> list[str]:
         minimum_prefix = "> " if is_minimum else ""
         cell_texts = [gpus, "?" if seconds is None else minimum_prefix + formatting.format_duration(seconds)]
         cell_texts.append("?" if gpu_hours is None else f"{minimum_prefix}{gpu_hours:,.2f}")
@@ -102,16 +102,16 @@ def render_cost_table(pipeline: Pipeline, stage_costs: Sequence[StageCost], mach
         return cell_texts
 
     for cost in stage_costs:
-        cells = make_row(str(cost.gpus), cost.seconds, cost.gpu_hours)
+        cells = make_cells(str(cost.num_gpus), cost.seconds, cost.gpu_hours)
         disk_text = "" if cost.disk_bytes is None else formatting.format_bytes(cost.disk_bytes)
         table.add_row(cost.name, *cells, disk_text, cost.memory_fit, cost.time_source)
     is_minimum = any(cost.seconds is None for cost in stage_costs)
     gpu_hours = sum(cost.gpu_hours or 0.0 for cost in stage_costs)
     table.add_section()
-    cells = make_row("", estimate_wall_seconds(pipeline, stage_costs), gpu_hours, is_minimum=is_minimum)
+    cells = make_cells("", estimate_wall_seconds(pipeline, stage_costs), gpu_hours, is_minimum=is_minimum)
     table.add_row("all", *cells, formatting.format_bytes(sum(cost.disk_bytes or 0 for cost in stage_costs)), "", "")
-    if machine is not None and machine.name and not machine.gpu_type:
-        table.caption = f"counted for {machine.name}; for another: --on h100"
+    if machine_spec is not None and machine_spec.name and not machine_spec.gpu_type:
+        table.caption = f"counted for {machine_spec.name}; for another: --on h100"
     return table
 
 
@@ -175,16 +175,16 @@ def _estimate_from_pace(stage_record: StageRecord, num_steps: int | None) -> tup
     )
     if not step_times:
         return None
-    warm_step_times = step_times[1:] or step_times  # leave out the first step, which includes compilation
-    seconds_per_step = sum(warm_step_times) / len(warm_step_times)
+    step_times_after_first = step_times[1:] or step_times  # leave out the first step, which includes compilation
+    seconds_per_step = sum(step_times_after_first) / len(step_times_after_first)
     # Each attempt also loads the model, compiles, saves checkpoints and exports.
-    other_seconds = max(0.0, (stage_record.seconds or 0.0) - sum(validation_times) - seconds_per_step * len(step_times))
-    other_seconds /= max(1, len(stage_record.state.spans))
+    extra_seconds = max(0.0, (stage_record.seconds or 0.0) - sum(validation_times) - seconds_per_step * len(step_times))
+    extra_seconds /= max(1, len(stage_record.state.spans))
     num_steps = num_steps or stage_record.step_and_total[1] or len(step_times)
     num_validations = -(-len(validation_times) * num_steps // len(step_times))
     seconds_per_validation = sum(validation_times) / max(1, len(validation_times))
-    seconds = other_seconds + num_steps * seconds_per_step + num_validations * seconds_per_validation
-    return seconds, f"{seconds_per_step:.3g} s per step, {formatting.format_duration(other_seconds)} beside them"
+    seconds = extra_seconds + num_steps * seconds_per_step + num_validations * seconds_per_validation
+    return seconds, f"{seconds_per_step:.3g} s per step, {formatting.format_duration(extra_seconds)} beside them"
 
 
 def _has_used_gpu_type(stage_record: StageRecord, gpu_type: str) -> bool:
@@ -199,24 +199,24 @@ def _estimate_from_flops(
     stage: StageConfig,
     size_estimate: dict[str, Any] | None,
     gpu_count_by_stage: Mapping[str, int],
-    machine: MachineSpec | None,
+    machine_spec: MachineSpec | None,
 ) -> tuple[float | None, str]:
     stage_kind = pipeline.stage_kind(stage)
     if not stage_kind.in_worker:
         return 0.0, ""
-    if size_estimate is None or size_estimate["tokens"] is None or machine is None:
+    if size_estimate is None or size_estimate["tokens"] is None or machine_spec is None:
         return None, "never run"
     recipe = pipeline.recipes[stage.name]
     num_forward_passes = 1 + bool(recipe.policy.model_gradient_checkpointing)  # checkpointing repeats the forward pass
     flops_per_weight = _FORWARD_FLOPS * num_forward_passes + _INPUT_GRAD_FLOPS
     flops_per_token = flops_per_weight * size_estimate["parameters"] + _WEIGHT_GRAD_FLOPS * size_estimate["trainable"]
     num_engine_gpus = recipe.num_gpus(has_rollouts=stage_kind.feed == "rollouts") - recipe.num_gpus(has_rollouts=False)
-    num_ranks = 1 if machine.is_device_shared else max(1, gpu_count_by_stage.get(stage.name, 1) - num_engine_gpus)
+    num_ranks = 1 if machine_spec.is_device_shared else max(1, gpu_count_by_stage.get(stage.name, 1) - num_engine_gpus)
     generation_note = ", without generation" if stage_kind.feed == "rollouts" else ""
-    seconds = flops_per_token * size_estimate["tokens"] / (machine.tflops * FLOPS_PER_TFLOP * num_ranks)
-    rate_unit = "TFLOP/s" if machine.is_device_shared else "TFLOP/s per GPU"
-    machine_text = f" on {machine.name}" if machine.name else ""
-    return seconds, f"never run; counted at {machine.tflops:.3g} {rate_unit}{machine_text}{generation_note}"
+    seconds = flops_per_token * size_estimate["tokens"] / (machine_spec.tflops * FLOPS_PER_TFLOP * num_ranks)
+    rate_unit = "TFLOP/s" if machine_spec.is_device_shared else "TFLOP/s per GPU"
+    machine_text = f" on {machine_spec.name}" if machine_spec.name else ""
+    return seconds, f"never run; counted at {machine_spec.tflops:.3g} {rate_unit}{machine_text}{generation_note}"
 
 
 def _describe_memory_fit(size_estimate: dict[str, Any] | None, machine: MachineSpec | None, rollout_mode: str) -> str:

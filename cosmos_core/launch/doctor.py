@@ -61,9 +61,9 @@ def _check_server(prefect_client: Any) -> Iterator[Diagnosis]:
     is_same_version = server_version.split(".")[:2] == __version__.split(".")[:2]
     yield Diagnosis("server", f"Prefect {server_version} there, {__version__} here", is_same_version)
     if "Date" in hello_response.headers:
-        clock_offset_s = (datetime.now(UTC) - parsedate_to_datetime(hello_response.headers["Date"])).total_seconds()
-        message = f"this machine is {clock_offset_s:+.0f} s from the server"
-        yield Diagnosis("clock", message, abs(clock_offset_s) <= _MAX_CLOCK_OFFSET_SECONDS)
+        offset_seconds = (datetime.now(UTC) - parsedate_to_datetime(hello_response.headers["Date"])).total_seconds()
+        message = f"this machine is {offset_seconds:+.0f} s from the server"
+        yield Diagnosis("clock", message, abs(offset_seconds) <= _MAX_CLOCK_OFFSET_SECONDS)
     start_time = time.monotonic()
     prefect_client.read_flow_runs(limit=1)
     query_seconds = time.monotonic() - start_time

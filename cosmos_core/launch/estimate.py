@@ -43,7 +43,7 @@ def estimate_stages_in_worker(
             yield stage.name, f"not estimated: {missing_model_text}"
             continue
         data_path = _find_output_path(stage.data, "data", decision_by_stage)
-        recipe = with_dp_shard_size(_use_prepared_dataset(pipeline, stage, decision_by_stage), pipeline.config.gpus)
+        recipe = with_dp_shard_size(_replace_dataset(pipeline, stage, decision_by_stage), pipeline.config.gpus)
         check_result = run_check(pipeline, stage, _ESTIMATE_PROGRAM, model=start_model, data=data_path, recipe=recipe)
         yield stage.name, check_result["info"]["estimate"]
 
@@ -124,16 +124,16 @@ def _find_output_path(input_reference: str, output_key: str, decision_by_stage: 
     return str(decision.source / str(output_name)) if decision and decision.source and output_name else ""
 
 
-def _use_prepared_dataset(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, StageDecision]) -> Recipe:
+def _replace_dataset(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, StageDecision]) -> Recipe:
     """Return the recipe of a stage with the data sets and validation settings of the `prepare` stage whose rows the
     stage reads."""
     recipe = pipeline.recipes[stage.name]
     prepare_stage = pipeline.stage(referenced_stage(stage.data) or stage.name)
-    prepare_stage, data_recipe = download_inputs(pipeline, prepare_stage, pipeline.output_dir, lambda: None)
-    dataset, datasets = data_recipe.train.train_policy.dataset, data_recipe.train.train_policy.datasets
+    prepare_stage, prepare_recipe = download_inputs(pipeline, prepare_stage, pipeline.output_dir, lambda: None)
+    dataset, datasets = prepare_recipe.train.train_policy.dataset, prepare_recipe.train.train_policy.datasets
     if prepare_stage.name != stage.name and prepare_stage.data:
         data_folder = _find_output_path(prepare_stage.data, "data", decisions)
         dataset, datasets = DatasetConfig(name=data_folder, test_size=dataset.test_size), ()
     recipe = replace_setting(recipe, "train.train_policy.dataset", dataset)
-    recipe = replace_setting(recipe, "validation", data_recipe.validation)
+    recipe = replace_setting(recipe, "validation", prepare_recipe.validation)
     return replace_setting(recipe, "train.train_policy.datasets", datasets)

@@ -13,7 +13,7 @@ _GPU_SPECS = {
     "h20": (148.0, 96.0), "h200": (989.0, 140.0), "l4": (121.0, 22.5), "l40s": (362.0, 45.0), "mi300x": (1307.0, 192.0),
     "rtx4090": (165.0, 24.0),
 }  # fmt: skip
-_UTILIZATION_OF_SPEC = 0.4
+_UTILIZATION_OF_PEAK_RATE = 0.4
 _UTILIZATION_OF_MEASURED_RATE = 0.5  # fraction of the measured rate of large matrix products that a training reaches
 FLOPS_PER_TFLOP, BYTES_PER_GIB = 1e12, 2**30
 
@@ -45,7 +45,7 @@ def find_machine_spec(config: PipelineConfig, gpu_name: str, stage_estimates: It
             remedy_text = "for another GPU set pipeline.gpu_tflops and pipeline.gpu_memory"
             raise ConfigError(f"--on {gpu_name}: known are {', '.join(sorted(_GPU_SPECS))}; {remedy_text}")
         peak_tflops, memory_gib = _GPU_SPECS[gpu_type]
-        machine = MachineSpec(gpu_name, peak_tflops * _UTILIZATION_OF_SPEC, memory_gib, gpu_type=gpu_type)
+        machine = MachineSpec(gpu_name, peak_tflops * _UTILIZATION_OF_PEAK_RATE, memory_gib, gpu_type=gpu_type)
     elif device_info := next((estimate["machine"] for estimate in stage_estimates if isinstance(estimate, dict)), None):
         machine_name, memory_gib = f"this machine ({device_info['device']})", device_info["memory"] / BYTES_PER_GIB
         tflops = device_info["flops"] / FLOPS_PER_TFLOP * _UTILIZATION_OF_MEASURED_RATE

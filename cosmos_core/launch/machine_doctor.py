@@ -146,9 +146,9 @@ def _run_python_code(python_code: str, *, reads_stderr: bool = False) -> str:
     """Run Python code; return its output or, with `reads_stderr`, the last line of its error (empty: no error)."""
     command = [sys.executable, "-c", python_code]
     try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_SECONDS)
+        child_process = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         return f"no reply in {_IMPORT_TIMEOUT_SECONDS} s" if reads_stderr else ""
     if reads_stderr:
-        return (process.stderr.strip().splitlines() or ["no message"])[-1] if process.returncode else ""
-    return process.stdout.strip()
+        return (child_process.stderr.strip().splitlines() or ["no message"])[-1] if child_process.returncode else ""
+    return child_process.stdout.strip()

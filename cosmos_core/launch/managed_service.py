@@ -31,27 +31,27 @@ _RESTART_DELAY_SECONDS = 1.0
 
 @contextlib.contextmanager
 def managed_reward_service(
-    config: str,
+    service_config: str,
     stage_folder: Path,
     python_path: str = "",
     check_stop: Callable[[], None] = lambda: None,
     environment: Mapping[str, str] = {},
     host: str = "127.0.0.1",
 ) -> Iterator[dict[str, str]]:
-    """Run the reward service of the configuration file `config` during the `with` block; yield the environment
-    variables that tell clients the address and token of the service. If `config` is `block:NAME`, the Prefect block
-    names a service that is already running. If `config` is empty, `environment` can name the service that the stage
-    uses. `check_stop` is called while the service loads, and can raise an error to give up. `host` is the address on
-    which a started service listens. Raises `RewardError` if the service does not start, `ConfigError` if the block does
-    not exist."""
-    if not config or config.startswith(BLOCK_PREFIX):
-        service_variables = load_named_service(config)
+    """Run the reward service of the configuration file `service_config` during the `with` block; yield the environment
+    variables that tell clients the address and token of the service. If `service_config` is `block:NAME`, the Prefect
+    block names a service that is already running. If `service_config` is empty, `environment` can name the service that
+    the stage uses. `check_stop` is called while the service loads, and can raise an error to give up. `host` is the
+    address on which a started service listens. Raises `RewardError` if the service does not start, `ConfigError` if the
+    block does not exist."""
+    if not service_config or service_config.startswith(BLOCK_PREFIX):
+        service_variables = load_named_service(service_config)
         try:
             yield service_variables
         finally:
             write_health(stage_folder, service_variables or environment)
         return
-    service_process = _ServiceProcess(Path(config), stage_folder, python_path or sys.executable, host)
+    service_process = _ServiceProcess(Path(service_config), stage_folder, python_path or sys.executable, host)
     try:
         service_url = f"{service_process.start(check_stop)}/api/reward"
         service_variables = {ENQUEUE_URL_VARIABLE: f"{service_url}/enqueue", FETCH_URL_VARIABLE: f"{service_url}/pull"}

@@ -31,7 +31,7 @@ def reap(output_dir: Path) -> Iterator[str]:
     ]
     abandoned_run_ids = {run_path.name for run_path in abandoned_run_paths}
     for run_path in abandoned_run_paths:
-        lock_holder = read_holder(run_path)
+        run_holder = read_holder(run_path)
         for stage_path in sorted((run_path / "stages").glob("*")):
             stage_state = read_state(stage_path)
             if stage_state.state not in ACTIVE_STATES or is_alive(
@@ -42,7 +42,7 @@ def reap(output_dir: Path) -> Iterator[str]:
             launcher_host = stage_state.launcher_host
             if is_heartbeat_recent and launcher_host and launcher_host != socket.gethostname():
                 yield f"{run_path.name}/{stage_path.name}: runs on {launcher_host}; reap there what is left of it"
-                if lock_holder is not None and lock_holder.launcher_host == launcher_host:
+                if run_holder is not None and run_holder.launcher_host == launcher_host:
                     # Keep the run's state: its flow may live on `launcher_host`, whose locks this machine may not see.
                     abandoned_run_ids.discard(run_path.name)
                 continue
@@ -85,7 +85,7 @@ def _correct_flow_run_states(output_dir: Path, abandoned_run_ids: set[str]) -> I
     from prefect.exceptions import ObjectNotFound
     from prefect.states import Cancelled, Crashed
 
-    state_by_type: dict[str, Any] = {"CANCELLING": Cancelled, "RUNNING": Crashed}
+    state_classes: dict[str, Any] = {"CANCELLING": Cancelled, "RUNNING": Crashed}
     with get_client(sync_client=True) as prefect_client:
         for record_file in sorted(flow_runs_folder(output_dir).glob("*")):
             try:
@@ -94,8 +94,8 @@ def _correct_flow_run_states(output_dir: Path, abandoned_run_ids: set[str]) -> I
             except (ObjectNotFound, ValueError):
                 continue
             if run_id in abandoned_run_ids:
-                if flow_run.state_type in state_by_type:
-                    corrected_state = state_by_type[flow_run.state_type](message="its process is gone; resume the run")
+                if flow_run.state_type in state_classes:
+                    corrected_state = state_classes[flow_run.state_type](message="its process is gone; resume the run")
                     prefect_client.set_flow_run_state(flow_run.id, corrected_state, force=True)
                     yield f"flow run {flow_run.name}: was {flow_run.state_name}, is {corrected_state.name}"
             elif flow_run.state_type in _CANCELLED_STATES and flow_run.id == _find_newest_flow_run(output_dir, run_id):
@@ -104,12 +104,12 @@ def _correct_flow_run_states(output_dir: Path, abandoned_run_ids: set[str]) -> I
 
 def _stop_flow_process(run_path: Path, flow_run_name: str) -> Iterator[str]:
     """Send SIGTERM to the process of a run on this machine, so that it saves a checkpoint and ends."""
-    lock_holder, cancellation_text = read_holder(run_path), f"flow run {flow_run_name}: it was cancelled"
-    if lock_holder and not lock_holder.is_local:
-        yield f"{cancellation_text}, but its process on {lock_holder.launcher_host} goes on: reap there"
-    elif lock_holder and lock_holder.launcher_pid and is_alive(lock_holder.launcher_pid, lock_holder.launcher_started):
-        os.kill(lock_holder.launcher_pid, signal.SIGTERM)
-        yield f"{cancellation_text}; its process {lock_holder.launcher_pid} is asked to save and end"
+    run_holder, cancellation_text = read_holder(run_path), f"flow run {flow_run_name}: it was cancelled"
+    if run_holder and not run_holder.is_local:
+        yield f"{cancellation_text}, but its process on {run_holder.launcher_host} goes on: reap there"
+    elif run_holder and run_holder.launcher_pid and is_alive(run_holder.launcher_pid, run_holder.launcher_started):
+        os.kill(run_holder.launcher_pid, signal.SIGTERM)
+        yield f"{cancellation_text}; its process {run_holder.launcher_pid} is asked to save and end"
 
 
 def _find_newest_flow_run(output_dir: Path, run_id: str) -> UUID | None:

@@ -37,7 +37,7 @@ _CHECK_INTERVAL_SECONDS = 0.5
 _MAX_RESTART_INTERVAL_SECONDS = 30.0
 _DISK_CHECK_INTERVAL_SECONDS = 10.0
 # Services of Prefect that this server does not start: it has no schedules, and its history of events has no readers.
-_UNUSED_SERVICES = ("SCHEDULER", "LATE_RUNS", "FOREMAN", "TRIGGERS", "TASK_RUN_RECORDER", "EVENT_PERSISTER")
+_DISABLED_SERVICES = ("SCHEDULER", "LATE_RUNS", "FOREMAN", "TRIGGERS", "TASK_RUN_RECORDER", "EVENT_PERSISTER")
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def prefect_server(folder: Path) -> Iterator[Callable[[], None]]:
     os.environ.update(server.environment, PREFECT_API_URL=server.url)
     try:
         server.start()
-        yield server.wait
+        yield server.wait_until_ready
     finally:
         for name in (*server.environment, "PREFECT_API_URL"):
             os.environ.pop(name, None)
@@ -173,7 +173,7 @@ class _ServerProcess:
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
             # Let clients retry after HTTP status 500, with which a server without disk space responds.
             "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
-            **{f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in _UNUSED_SERVICES},
+            **{f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in _DISABLED_SERVICES},
         }
         self._has_created_database = False
         self._close_event = threading.Event()
@@ -190,7 +190,7 @@ class _ServerProcess:
         self._has_created_database = not database_path.exists() and not _copy_database(template_path, database_path)
         self._start_child()
 
-    def wait(self) -> None:
+    def wait_until_ready(self) -> None:
         server_child = self._child
         assert server_child is not None
         deadline, num_starts = time.monotonic() + _START_TIMEOUT_SECONDS, 1

@@ -46,21 +46,21 @@ def fetch_service_health(environment: Mapping[str, str]) -> list[dict[str, Any]]
 def _fetch_health(url: str, token: str) -> dict[str, Any]:
     import httpx
 
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    auth_header = {"Authorization": f"Bearer {token}"} if token else {}
     health: dict[str, Any] = {"url": url, "status": "does not respond", "rewards": {}, "refused": {}}
     try:
         tls_verify = make_tls_verify()
         response = httpx.get(f"{url}/health", timeout=_TIMEOUT_SECONDS, verify=tls_verify)
         report = response.json() if response.headers.get("Content-Type", "").startswith("application/json") else {}
         health["status"] = str(report.get("status") or "tells nothing") if isinstance(report, dict) else "tells nothing"
-        metrics_response = httpx.get(f"{url}/metrics", headers=headers, timeout=_TIMEOUT_SECONDS, verify=tls_verify)
+        metrics_response = httpx.get(f"{url}/metrics", headers=auth_header, timeout=_TIMEOUT_SECONDS, verify=tls_verify)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, ConfigError):
         return health
     if metrics_response.status_code == 200:
         for name, reward_name, value in _REWARD_METRIC_PATTERN.findall(metrics_response.text):
             health["rewards"].setdefault(reward_name, {})[name] = float(value)
-        for _, status, count in _RESPONSE_METRIC_PATTERN.findall(metrics_response.text):
-            if status not in {"200", "400"}:
+        for _, http_status, count in _RESPONSE_METRIC_PATTERN.findall(metrics_response.text):
+            if http_status not in {"200", "400"}:
                 # Count all other statuses as refused requests; 400 only means that the scores are not ready yet.
-                health["refused"][status] = health["refused"].get(status, 0.0) + float(count)
+                health["refused"][http_status] = health["refused"].get(http_status, 0.0) + float(count)
     return health

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_DESCRIPTORS_VARIABLE = "COSMOS_LOCK_DESCRIPTORS"
 _POLL_SECONDS = 0.1
-_STATE_UPDATE_SECONDS = 2.0
+_STATE_UPDATE_INTERVAL_SECONDS = 2.0
 _MAX_LINES_PER_SECOND = 10
 
 
@@ -41,7 +41,7 @@ class _ChildRegistry:
 
     def __init__(self) -> None:
         self._registry_lock = threading.RLock()  # reentrant, because a signal handler calls `stop_all`
-        self._grace_by_child: dict[SupervisedProcess, Callable[[], float]] = {}
+        self._grace_getter_by_child: dict[SupervisedProcess, Callable[[], float]] = {}
         self._num_active_runs = 0
         self.stop_event = threading.Event()
 
@@ -64,26 +64,26 @@ class _ChildRegistry:
     def register_child(self, child: SupervisedProcess, get_grace_seconds: Callable[[], float]) -> Iterator[None]:
         """Register a child process for `stop_all`; `get_grace_seconds` returns the time from a stop to SIGKILL."""
         with self._registry_lock:
-            self._grace_by_child[child] = get_grace_seconds
+            self._grace_getter_by_child[child] = get_grace_seconds
             if self.stop_event.is_set():
                 child.stop(get_grace_seconds())
         try:
             yield
         finally:
             with self._registry_lock:
-                del self._grace_by_child[child]
+                del self._grace_getter_by_child[child]
 
     def stop_all(self) -> None:
         """Ask every worker of this process to save a checkpoint and end; the current run starts no new workers."""
         with self._registry_lock:
             self.stop_event.set()
-            for child, get_grace_seconds in self._grace_by_child.items():
+            for child, get_grace_seconds in self._grace_getter_by_child.items():
                 child.stop(get_grace_seconds())
 
     def longest_grace_seconds(self) -> float:
         """Return the longest grace period of the running workers in seconds; 0 if there is no worker."""
         with self._registry_lock:
-            return max((get_grace_seconds() for get_grace_seconds in self._grace_by_child.values()), default=0.0)
+            return max((get_grace_seconds() for get_grace_seconds in self._grace_getter_by_child.values()), default=0.0)
 
 
 _child_registry = _ChildRegistry()
@@ -117,8 +117,9 @@ class AttemptSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
     inherited_environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     """Environment variables that the worker inherits, by default those of this process."""
-    secrets: Sequence[str] = ()
-    """Environment variables whose values are masked in the log, in addition to those with a secret-like name."""
+    secret_vars: Sequence[str] = ()
+    """Names of environment variables whose values are masked in the log, in addition to those with a secret-like
+    name."""
 
 
 def run_attempt(settings: AttemptSettings) -> Result:
@@ -134,7 +135,7 @@ def run_attempt(settings: AttemptSettings) -> Result:
     stage_path = settings.stage_path
     for stale_file in ("error.json", "progress.json"):
         (stage_path / stale_file).unlink(missing_ok=True)
-    mask_log_of_killed_launcher(stage_path, settings.secrets)
+    mask_log_of_killed_launcher(stage_path, settings.secret_vars)
     previous_state = read_state(stage_path)
     attempt_number = previous_state.attempt + 1
     log_path = _locate_log(stage_path, attempt_number)
@@ -146,11 +147,11 @@ def run_attempt(settings: AttemptSettings) -> Result:
         inherited_environment=settings.inherited_environment, inherited_descriptors=settings.lock_descriptors,
     )  # fmt: skip
     start_time = time.time()
-    earlier_spans = previous_state.list_attempt_times(start_time)
+    earlier_attempts = previous_state.list_attempt_times(start_time)
     try:
         update_state(
             stage_path, state="running", attempt=attempt_number, pid=child.pid, pid_started=child.start_time,
-            mark=child.attempt_id, **identify_process(), spans=[*earlier_spans, (start_time, None)],
+            mark=child.attempt_id, **identify_process(), spans=[*earlier_attempts, (start_time, None)],
             renewed=start_time, ended=None, error="", error_type="",
         )  # fmt: skip
         record_event(stage_path, "started", f"attempt {attempt_number}")
@@ -158,9 +159,9 @@ def run_attempt(settings: AttemptSettings) -> Result:
             exit_code, kill_reason, stop_error = _wait_for_worker(settings, child, log_path, get_grace_seconds)
     finally:
         child.kill()
-        mask_file(log_path, settings.secrets)  # child processes of the worker may write unmasked secrets to the log
+        mask_file(log_path, settings.secret_vars)  # child processes of the worker may write unmasked secrets to the log
         end_time = time.time()
-        attempt_times, progress_fields = [*earlier_spans, (start_time, end_time)], _read_progress_fields(stage_path)
+        attempt_times, progress_fields = [*earlier_attempts, (start_time, end_time)], _read_progress_fields(stage_path)
         with warn_if_disk_full(f"the end of attempt {attempt_number} of {stage_path.name}"):
             update_state(stage_path, spans=attempt_times, ended=end_time, **progress_fields)
     if stop_error is not None and not kill_reason and exit_code != EXIT_OK:
@@ -177,19 +178,19 @@ def max_grace_seconds(stage_path: Path, grace_seconds: float) -> float:
 
 def reap_attempt(stage_path: Path) -> None:
     """Kill the remaining processes of the last attempt, unless the launcher of that attempt is another live process."""
-    state = read_state(stage_path)
-    if is_alive(state.launcher_pid, state.launcher_started) and state.launcher_pid != os.getpid():
+    stage_state = read_state(stage_path)
+    if is_alive(stage_state.launcher_pid, stage_state.launcher_started) and stage_state.launcher_pid != os.getpid():
         return
-    if state.mark and (killed_pids := kill_attempt(state.mark)):
-        record_event(stage_path, "reaped", f"processes of attempt {state.attempt}: {killed_pids}")
-    remove_scratch_folder(state.mark)
+    if stage_state.mark and (killed_pids := kill_attempt(stage_state.mark)):
+        record_event(stage_path, "reaped", f"processes of attempt {stage_state.attempt}: {killed_pids}")
+    remove_scratch_folder(stage_state.mark)
 
 
 def mask_log_of_killed_launcher(stage_path: Path, secret_names: Sequence[str] = ()) -> None:
     """Mask secrets in the log of the last attempt if its launcher was killed before it could mask them."""
-    state = read_state(stage_path)
-    log_path = _locate_log(stage_path, state.attempt)
-    if state.spans and state.spans[-1][1] is None and log_path.is_file():
+    stage_state = read_state(stage_path)
+    log_path = _locate_log(stage_path, stage_state.attempt)
+    if stage_state.spans and stage_state.spans[-1][1] is None and log_path.is_file():
         mask_file(log_path, secret_names)
 
 
@@ -226,7 +227,7 @@ def _wait_for_worker(
     start_time, last_state_update_time = time.monotonic(), 0.0
     # Detect a hang by the clock of this process, because the clock of the worker's machine may differ or jump.
     last_progress, last_progress_time = ProgressRecord(), time.monotonic()
-    log_forwarder = _LogForwarder(log_path, lambda line: settings.report_line(mask_text(line, settings.secrets)))
+    log_forwarder = _LogForwarder(log_path, lambda line: settings.report_line(mask_text(line, settings.secret_vars)))
     while (exit_code := worker_process.poll()) is None:
         time.sleep(_POLL_SECONDS)
         log_forwarder.forward_lines()
@@ -238,14 +239,14 @@ def _wait_for_worker(
             worker_process.kill()
         if stop_error is None and (stop_error := settings.get_stop_error()) is not None:
             worker_process.stop(get_grace_seconds())
-        idle_seconds = time.monotonic() - last_progress_time
-        if not kill_reason and idle_seconds > last_progress.deadline_seconds:
-            kill_reason = f"no sign of life for {idle_seconds:.0f} s in phase {last_progress.phase!r}: it hangs"
+        stalled_seconds = time.monotonic() - last_progress_time
+        if not kill_reason and stalled_seconds > last_progress.deadline_seconds:
+            kill_reason = f"no sign of life for {stalled_seconds:.0f} s in phase {last_progress.phase!r}: it hangs"
             worker_process.kill()
         if settings.timeout_seconds and time.monotonic() - start_time > settings.timeout_seconds and not kill_reason:
             kill_reason = f"longer than timeout = {settings.timeout_seconds:.0f} s"
             worker_process.stop(get_grace_seconds())
-        if time.monotonic() - last_state_update_time > _STATE_UPDATE_SECONDS:
+        if time.monotonic() - last_state_update_time > _STATE_UPDATE_INTERVAL_SECONDS:
             last_state_update_time, state_fields = time.monotonic(), _read_progress_fields(settings.stage_path)
             _invoke_callback(lambda state_fields: update_state(settings.stage_path, **state_fields), state_fields)
     log_forwarder.forward_lines(is_last_call=True)

@@ -26,7 +26,7 @@ REPORT_VARIABLE_PREFIX = "cosmos-worker-"
 WORKING_DIRECTORY_STEP = "prefect.deployments.steps.set_working_directory"
 """Step of a deployment that names the folder in which its flow runs start."""
 _REPORT_INTERVAL_SECONDS = 20.0
-_REPORT_WINDOW_SECONDS = 300.0
+_MAX_REPORT_AGE_SECONDS = 300.0
 _ENDED_PROCESS_TIMEOUT_SECONDS, _NO_PROCESS_TIMEOUT_SECONDS, _REMOTE_TIMEOUT_SECONDS = 10.0, 60.0, 600.0
 """Seconds in the state Pending or Cancelling after which a flow run counts as lost: if its process is dead, if it
 has no process, and if its process may be on another host."""
@@ -38,12 +38,12 @@ def start_machine_reports(pool_name: str) -> None:
     from prefect.client.orchestration import get_client
 
     def report_periodically() -> None:
-        first_seen_times: dict[UUID, float] = {}
+        first_seen_time_by_id: dict[UUID, float] = {}
         while True:
             # After an error, measure waiting times anew, because an outage of the server may delay live processes.
-            with log_errors(lambda _: first_seen_times.clear()), get_client(sync_client=True) as prefect_client:
+            with log_errors(lambda _: first_seen_time_by_id.clear()), get_client(sync_client=True) as prefect_client:
                 report_machine(prefect_client, pool_name)
-                end_lost_flow_runs(prefect_client, pool_name, first_seen_times)
+                end_lost_flow_runs(prefect_client, pool_name, first_seen_time_by_id)
             time.sleep(_REPORT_INTERVAL_SECONDS)
 
     threading.Thread(target=report_periodically, daemon=True, name="worker-report").start()
@@ -68,10 +68,10 @@ def report_machine(prefect_client: Any, pool_name: str) -> None:
         prefect_client.update_variable(VariableUpdate(name=variable_name, value=machine_report))
 
 
-def end_lost_flow_runs(prefect_client: Any, pool_name: str, first_seen_times: dict[UUID, float]) -> None:
+def end_lost_flow_runs(prefect_client: Any, pool_name: str, first_seen_time_by_id: dict[UUID, float]) -> None:
     """Set flow runs of a process pool that are Pending or Cancelling without a live process to Crashed or Cancelled.
-    Prefect would leave them Pending, or Cancelling for five minutes. `first_seen_times` has the monotonic time at which
-    an earlier call first saw each of these flow runs in its state."""
+    Prefect would leave them Pending, or Cancelling for five minutes. `first_seen_time_by_id` has the monotonic time at
+    which an earlier call first saw each of these flow runs in its state."""
     from prefect.client.schemas import filters
     from prefect.client.schemas.objects import StateType
     from prefect.states import Cancelled, Crashed
@@ -85,10 +85,10 @@ def end_lost_flow_runs(prefect_client: Any, pool_name: str, first_seen_times: di
         work_pool_filter=filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[pool_name])),
         flow_run_filter=filters.FlowRunFilter(state=filters.FlowRunFilterState(type=state_filter)),
     )
-    for ended_flow_run_id in first_seen_times.keys() - {flow_run.id for flow_run in flow_runs}:
-        del first_seen_times[ended_flow_run_id]
+    for ended_flow_run_id in first_seen_time_by_id.keys() - {flow_run.id for flow_run in flow_runs}:
+        del first_seen_time_by_id[ended_flow_run_id]
     for flow_run in flow_runs:
-        waiting_seconds = time.monotonic() - first_seen_times.setdefault(flow_run.id, time.monotonic())
+        waiting_seconds = time.monotonic() - first_seen_time_by_id.setdefault(flow_run.id, time.monotonic())
         if waiting_seconds > max_seconds_without_process(flow_run.infrastructure_pid or "", worker_hosts):
             state_message = f"{flow_run.state_name} for {waiting_seconds:.0f} s: its process is gone"
             final_state: Any = final_state_by_type[flow_run.state_type](message=state_message)
@@ -114,7 +114,7 @@ def read_recent_reports(prefect_client: Any) -> Iterator[tuple[dict[str, Any], f
         request_body |= {"offset": request_body["offset"] + len(variables)}
         for variable in (each for each in variables if each["name"].startswith(REPORT_VARIABLE_PREFIX)):
             update_time = datetime.fromisoformat(variable["updated"])
-            if (datetime.now(UTC) - update_time).total_seconds() < _REPORT_WINDOW_SECONDS:
+            if (datetime.now(UTC) - update_time).total_seconds() < _MAX_REPORT_AGE_SECONDS:
                 yield variable["value"], float(variable["value"]["time"]) - update_time.timestamp()
 
 

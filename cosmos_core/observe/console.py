@@ -253,9 +253,9 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
 def make_console(stream: TextIO | None = None) -> Console:
     """Return a console for tables and for text without markup; if the output is no terminal, the width is fixed."""
     # Print names as they are, because by default rich interprets brackets and colons in them as markup and emoji.
-    text_options: dict[str, Any] = dict.fromkeys(("highlight", "markup", "emoji"), False)
-    console = Console(file=stream or sys.stdout, **text_options)
-    return console if console.is_terminal else Console(file=console.file, width=_PLAIN_TEXT_WIDTH, **text_options)
+    console_options: dict[str, Any] = dict.fromkeys(("highlight", "markup", "emoji"), False)
+    console = Console(file=stream or sys.stdout, **console_options)
+    return console if console.is_terminal else Console(file=console.file, width=_PLAIN_TEXT_WIDTH, **console_options)
 
 
 def _list_notices(run: RunRecord) -> list[Text]:

@@ -82,11 +82,11 @@ def _arrange_column(column: list[_LayoutNode], total_height: float) -> None:
     """Sort the nodes of a column by the mean vertical position of their predecessors, and centre the column
     vertically."""
 
-    def get_preferred_height(node: _LayoutNode) -> float:
+    def get_preferred_center(node: _LayoutNode) -> float:
         predecessor_centers = [predecessor.y + predecessor.height / 2 for predecessor in node.predecessors]
         return sum(predecessor_centers) / len(predecessor_centers) if predecessor_centers else total_height / 2
 
-    column.sort(key=get_preferred_height)
+    column.sort(key=get_preferred_center)
     y = _PAGE_MARGIN + (total_height - sum(node.height + _VERTICAL_GAP for node in column) + _VERTICAL_GAP) / 2
     for node in column:
         node.y = y

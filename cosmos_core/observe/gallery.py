@@ -100,7 +100,7 @@ def draw_grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
     """Return one image of all samples, a row per prompt, the prompt above its row, each reward below its sample."""
     from PIL import Image, ImageDraw
 
-    height, width = _scale_cell([sample.middle_frame.shape for row in rows for sample in row])
+    height, width = _cell_size([sample.middle_frame.shape for row in rows for sample in row])
     column_width, row_height = width + _CELL_MARGIN, height + 2 * _LINE_HEIGHT + 2 * _CELL_MARGIN
     canvas_size = (_CELL_MARGIN + max(map(len, rows)) * column_width, _CELL_MARGIN + len(rows) * row_height)
     grid_image = Image.new("RGB", canvas_size, _BACKGROUND_COLOR)
@@ -126,7 +126,7 @@ def encode_media_file(media_path: Path) -> str:
             return "" if len(video_bytes) > _MAX_EMBEDDED_BYTES else make_data_uri("video/mp4", video_bytes)
         with Image.open(media_path) as image:
             png_buffer = io.BytesIO()
-            _resize_pixels(np.asarray(image.convert("RGB")), *_scale_cell([image.size[::-1]])).save(png_buffer, "PNG")
+            _resize_pixels(np.asarray(image.convert("RGB")), *_cell_size([image.size[::-1]])).save(png_buffer, "PNG")
             return make_data_uri("image/png", png_buffer.getvalue())
     except OSError:
         return ""
@@ -156,7 +156,7 @@ def _write_video(path: Path, frames: np.ndarray) -> None:
         container.mux(encoder_stream.encode())
 
 
-def _scale_cell(image_shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
+def _cell_size(image_shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Return height and width in pixels that each image gets in the grid of samples: small images are enlarged by an
     integer factor, large images are shrunk."""
     height, width = max(shape[0] for shape in image_shapes), max(shape[1] for shape in image_shapes)

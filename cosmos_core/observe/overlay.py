@@ -24,8 +24,8 @@ def build_comparison_page(run_paths: Sequence[Path]) -> str:
     curves_by_stage = []
     for name in stage_names:
         lines_by_run = {run.path.name: stage.metric_lines for run in runs for stage in run.stages if stage.name == name}
-        if svg := overlay_runs(lines_by_run, REPORT_PANELS):
-            curves_by_stage.append((name, svg))
+        if curves_svg := overlay_runs(lines_by_run, REPORT_PANELS):
+            curves_by_stage.append((name, curves_svg))
     changed_settings, metrics = _list_changed_settings(runs), _compare_metrics(runs, stage_names)
     page_template = open_template_environment().get_template("compare.html")
     return page_template.render(runs=runs, settings=changed_settings, metrics=metrics, curves=curves_by_stage)

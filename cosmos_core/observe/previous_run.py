@@ -12,7 +12,7 @@ from cosmos_core.run.directory import list_runs
 
 _MAX_SHOWN_SETTINGS = 40  # maximum number of changed settings in the report
 _MAX_VALUE_LENGTH = 60
-_EXCLUDED_SETTINGS = ("recipe", "overrides")
+_UNCOMPARED_KEYS = ("recipe", "overrides")
 
 
 def compare_with_previous(run: RunRecord) -> dict[str, Any] | None:
@@ -34,7 +34,7 @@ def read_settings(run_path: Path) -> dict[str, dict[str, Any]]:
     """Return the settings in `pipeline.toml` of a run by stage name and dotted key; empty if the file is damaged."""
     settings_by_stage = {}
     for name, stage in read_stage_entries(run_path).items():
-        stage_settings = {key: value for key, value in stage.items() if key not in _EXCLUDED_SETTINGS}
+        stage_settings = {key: value for key, value in stage.items() if key not in _UNCOMPARED_KEYS}
         overrides = stage["overrides"] if isinstance(stage.get("overrides"), dict) else {}
         settings_by_stage[name] = flatten_tables(stage_settings) | flatten_tables(overrides)
     return settings_by_stage

@@ -314,13 +314,13 @@ class RunRecord:
 
 def read_run(path: Path) -> RunRecord:
     """Return the content of the files in a run directory; missing or damaged files raise no error."""
-    entries = list(read_stage_entries(path).values())
-    if not entries and (path / "stages").is_dir():
-        entries = [{"name": folder.name} for folder in sorted((path / "stages").iterdir()) if folder.is_dir()]
-    predecessors = {entry["name"]: entry.get("after", ()) for entry in entries}
+    stage_dicts = list(read_stage_entries(path).values())
+    if not stage_dicts and (path / "stages").is_dir():
+        stage_dicts = [{"name": folder.name} for folder in sorted((path / "stages").iterdir()) if folder.is_dir()]
+    predecessors = {entry["name"]: entry.get("after", ()) for entry in stage_dicts}
     predecessors = {key: (names,) if isinstance(names, str) else tuple(names) for key, names in predecessors.items()}
     start_info, depth_by_stage = read_start_info(path) or RunStartInfo(), _compute_stage_depths(predecessors)
-    stages = [_read_stage(path, e, predecessors[e["name"]], depth_by_stage[e["name"]], start_info) for e in entries]
+    stages = [_read_stage(path, e, predecessors[e["name"]], depth_by_stage[e["name"]], start_info) for e in stage_dicts]
     name = str(read_pipeline(path).get("name") or start_info.pipeline or "pipeline")
     return RunRecord(path, name, start_info, tuple(sorted(stages, key=lambda stage: stage.depth)))
 
@@ -336,9 +336,9 @@ def read_pipeline(path: Path) -> dict[str, Any]:
 
 def read_stage_entries(path: Path) -> dict[str, dict[str, Any]]:
     """Return the entries `[[pipeline.stages]]` in a run's `pipeline.toml` by stage name, without damaged entries."""
-    entries = read_pipeline(path).get("stages")
-    entries = entries if isinstance(entries, list) else []
-    return {e["name"]: e for e in entries if isinstance(e, dict) and isinstance(e.get("name"), str)}
+    stage_entries = read_pipeline(path).get("stages")
+    stage_entries = stage_entries if isinstance(stage_entries, list) else []
+    return {e["name"]: e for e in stage_entries if isinstance(e, dict) and isinstance(e.get("name"), str)}
 
 
 def compute_time_breakdown(run: RunRecord) -> dict[str, float]:
@@ -353,8 +353,8 @@ def compute_time_breakdown(run: RunRecord) -> dict[str, float]:
 def compute_busy_seconds(run: RunRecord, start_time: float) -> float:
     """Return the number of seconds since the unix time `start_time` in which at least one worker ran."""
     current_time, busy_seconds, last_end_time = time.time(), 0.0, start_time
-    worker_states = [stage.state for stage in run.stages if stage.kind.in_worker]
-    for begin, end in sorted(span for state in worker_states for span in state.list_attempt_times(current_time)):
+    stage_states = [stage.state for stage in run.stages if stage.kind.in_worker]
+    for begin, end in sorted(span for state in stage_states for span in state.list_attempt_times(current_time)):
         busy_seconds += max(0.0, end - max(begin, last_end_time))
         last_end_time = max(last_end_time, end)
     return busy_seconds

@@ -16,7 +16,7 @@ from pathlib import Path
 from cosmos_core.errors import ConfigError
 from cosmos_core.observe.report import REPORT_FILE
 
-URL_VARIABLE = "COSMOS_REPORTS_URL"
+REPORTS_URL_VARIABLE = "COSMOS_REPORTS_URL"
 """Environment variable with the URL at which other machines reach the report server."""
 TOKEN_VARIABLE = "COSMOS_REPORTS_TOKEN"
 _MIN_TOKEN_LENGTH = 16
@@ -34,7 +34,7 @@ _RESPONSE_HEADERS = {
 
 def report_url(run_path: Path) -> str:
     """Return the URL of a run's report below COSMOS_REPORTS_URL; empty if it is unset or the run is private."""
-    base_url = os.environ.get(URL_VARIABLE, "").rstrip("/")
+    base_url = os.environ.get(REPORTS_URL_VARIABLE, "").rstrip("/")
     return f"{base_url}/{run_path.name}/{REPORT_FILE}" if base_url and not _is_private(run_path) else ""
 
 

@@ -76,8 +76,8 @@ def make_resume_command(run_path: Path) -> str:
 def quote_run_path(run_path: Path) -> str:
     """Return the path of a run, quoted for the user's shell: relative to the folder of that shell if it contains the
     run, otherwise absolute."""
-    folder = _command_folders.get(os.getcwd(), os.getcwd())
-    return shlex.quote(str(run_path.relative_to(folder) if run_path.is_relative_to(folder) else run_path))
+    shell_folder = _command_folders.get(os.getcwd(), os.getcwd())
+    return shlex.quote(str(run_path.relative_to(shell_folder) if run_path.is_relative_to(shell_folder) else run_path))
 
 
 def make_resume_instructions(run: RunRecord) -> str:

@@ -63,11 +63,11 @@ def _compare_stage_metrics(old_stage: StageRecord, new_stage: StageRecord) -> It
         yield "time", formatting.format_duration(stage_seconds[0]), formatting.format_duration(stage_seconds[1]), ""
     metrics = [key for key in old_stage.metrics | new_stage.metrics if not key.startswith(formatting.RESOURCE_PREFIXES)]
     for key in sorted(metrics):
-        value_pair = [stage.metrics.get(key) for stage in (old_stage, new_stage)]
-        numeric_values = [formatting.float_or_inf(value) for value in value_pair if isinstance(value, int | float)]
-        change = numeric_values[1] - numeric_values[0] if len(set(numeric_values)) == 2 else 0.0
-        change_text = f"{change:+.4g} {formatting.judge_change(key, change)}".rstrip() if change else ""
-        yield key, _format_metric(value_pair[0]), _format_metric(value_pair[1]), change_text
+        metric_values = [stage.metrics.get(key) for stage in (old_stage, new_stage)]
+        numeric_values = [formatting.float_or_inf(value) for value in metric_values if isinstance(value, int | float)]
+        difference = numeric_values[1] - numeric_values[0] if len(set(numeric_values)) == 2 else 0.0
+        change_text = f"{difference:+.4g} {formatting.judge_change(key, difference)}".rstrip() if difference else ""
+        yield key, _format_metric(metric_values[0]), _format_metric(metric_values[1]), change_text
 
 
 def _format_metric(metric_value: object) -> str:
@@ -78,9 +78,9 @@ def is_run_inactive(run: RunRecord) -> bool:
     """Return True if no stage of a run is active or about to start, and no Python flow of the run executes code."""
     if is_flow_running(run.path) or any(stage.status in ACTIVE_STATES for stage in run.stages):
         return False
-    finished_stages = {stage.name for stage in run.stages if stage.status in FINISHED_STATES}
+    finished_stage_names = {stage.name for stage in run.stages if stage.status in FINISHED_STATES}
     waiting_stages = [stage for stage in run.stages if stage.status == "waiting"]
-    if not any(finished_stages.issuperset(stage.after) for stage in waiting_stages) or run.outcome == "stopped":
+    if not any(finished_stage_names.issuperset(stage.after) for stage in waiting_stages) or run.outcome == "stopped":
         return True
     run_lock_holder = read_holder(run.path)
     if run_lock_holder and not run_lock_holder.flow_state and run_lock_holder.is_local:

@@ -28,17 +28,17 @@ def list_training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tup
         stage_entry = stage_entries.get(stage.name)
         if not (stage.kind.trains_model and stage_entry and isinstance(stage_entry.get("overrides"), dict)):
             continue
-        base_model, data_stages = _find_base_model(stage_entry), _trace_data_stages(stage_entries, stage.name)
+        base_model, data_stage_names = _find_base_model(stage_entry), _trace_data_stages(stage_entries, stage.name)
         if base_model.startswith(_STAGE_REFERENCE_PREFIX):
             base_model = f"output of stage {base_model.removeprefix(_STAGE_REFERENCE_PREFIX)}"
-        properties = [
+        property_texts = [
             ("base model", base_model),
-            ("digest of the model", _format_source_digests(run, data_stages[:1], "model")),
-            ("data", _describe_data(run, stage_entries, data_stages)),
-            ("digest of the data", _format_source_digests(run, data_stages, "data")),
+            ("digest of the model", _format_source_digests(run, data_stage_names[:1], "model")),
+            ("data", _describe_dataset(run, stage_entries, data_stage_names)),
+            ("digest of the data", _format_source_digests(run, data_stage_names, "data")),
             *_list_training_settings(stage, flatten_tables(stage_entry["overrides"])),
         ]
-        training_properties.append((stage, [(name, value) for name, value in properties if value]))
+        training_properties.append((stage, [(name, value) for name, value in property_texts if value]))
     return training_properties
 
 
@@ -86,7 +86,7 @@ def _format_source_digests(run: RunRecord, stage_names: list[str], source_kind: 
     return ", ".join(dict.fromkeys(source["digest"][:_DIGEST_LENGTH] for source in sources))
 
 
-def _describe_data(run: RunRecord, stage_entries: dict[str, dict[str, Any]], stage_names: list[str]) -> str:
+def _describe_dataset(run: RunRecord, stage_entries: dict[str, dict[str, Any]], stage_names: list[str]) -> str:
     """Return the name of the data set that a chain of stages reads, and its number of rows."""
     data_source = ""
     for name in stage_names:
@@ -119,11 +119,11 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
     policy_key_prefix = "train_policy."
     (step, total), has_rollouts = stage.step_and_total, stage.kind.feed == "rollouts"
     lora_rank, num_generations = settings.get("policy.lora.r"), settings.get("rollout.n_generation")
-    rate_prefix = "train.optm_lr"
-    rate_keys = [key for key in settings if key.startswith(rate_prefix) and isinstance(settings[key], int | float)]
-    learning_rates = [(key.removeprefix(rate_prefix).removeprefix("."), settings[key]) for key in rate_keys]
-    subset_settings = [value for key, value in settings.items() if key.startswith(_PARTIAL_TRAINING_KEYS)]
-    freezes_weights = any(value not in ([], {}) for value in subset_settings)
+    lr_prefix = "train.optm_lr"
+    lr_keys = [key for key in settings if key.startswith(lr_prefix) and isinstance(settings[key], int | float)]
+    learning_rates = [(key.removeprefix(lr_prefix).removeprefix("."), settings[key]) for key in lr_keys]
+    partial_training_settings = [value for key, value in settings.items() if key.startswith(_PARTIAL_TRAINING_KEYS)]
+    freezes_weights = any(value not in ([], {}) for value in partial_training_settings)
     policy_type = format_setting(f"{policy_key_prefix}type")
     loss_variant = format_setting(f"{policy_key_prefix}variant")
     algorithm_name = format_setting(f"{policy_key_prefix}trainer_type") or policy_type
@@ -176,8 +176,8 @@ def _decode_sample_row(data_folder: Path, model_folders: Iterable[str | Path]) -
         column = name.removesuffix("_ids")
         loss_mask = row.get("loss_mask" if column == "input" else f"{column}_mask") or [0] * len(row[name])
         text_segments += [(f"\n{column}: " if text_segments else f"{column}: ", False)] if column != "input" else []
-        masked_tokens = list(zip(loss_mask, row[name], strict=False))[:_MAX_SHOWN_TOKENS]
-        for is_in_loss, token_group in groupby(masked_tokens, key=itemgetter(0)):
+        mask_token_pairs = list(zip(loss_mask, row[name], strict=False))[:_MAX_SHOWN_TOKENS]
+        for is_in_loss, token_group in groupby(mask_token_pairs, key=itemgetter(0)):
             decoded_text = decode_tokens([token for _, token in token_group], skip_special_tokens=False)
             text_segments.append((decoded_text, bool(is_in_loss)))
         text_segments += [("…", False)] if len(row[name]) > _MAX_SHOWN_TOKENS else []

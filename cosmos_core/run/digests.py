@@ -15,7 +15,7 @@ from cosmos_core.run.files import SHARED_FOLDER, sha256, write_text
 _MIN_FILE_AGE_NS = 100_000_000
 """Minimum age of a file whose digest is cached: a newer file may change without a change of its time stamps."""
 
-FileKey = list[int]
+FileStatKey = list[int]
 
 
 class DigestCache:
@@ -25,7 +25,7 @@ class DigestCache:
     def __init__(self, path: Path, *, ignores_cache: bool = False) -> None:
         self._cache_path = path
         self._lock = threading.Lock()
-        self._cached_digests: dict[str, tuple[FileKey, str]] = {} if ignores_cache else _read_cache(path)
+        self._cached_digests: dict[str, tuple[FileStatKey, str]] = {} if ignores_cache else _read_cache(path)
 
     def digest_file(self, file: Path) -> str:
         """Return the SHA-256 of the content of `file`; raise ConfigError for devices and pipes, which may not end."""
@@ -59,9 +59,9 @@ def shared_digest_cache(output_dir: Path, *, ignores_cache: bool = False) -> Dig
     return DigestCache(output_dir / SHARED_FOLDER / "digests.jsonl", ignores_cache=ignores_cache)
 
 
-def _read_cache(path: Path) -> dict[str, tuple[FileKey, str]]:
+def _read_cache(path: Path) -> dict[str, tuple[FileStatKey, str]]:
     """Return the newest entry per file from the lines of the cache file; rewrite the file if most are outdated."""
-    all_digests: dict[str, tuple[FileKey, str]] = {}
+    all_digests: dict[str, tuple[FileStatKey, str]] = {}
     try:
         cache_lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except (FileNotFoundError, NotADirectoryError):

@@ -49,7 +49,7 @@ PIPELINE_FILE = "pipeline.toml"
 RUNS_FILE = "runs.json"
 _STALE_FOLDER_AGE_SECONDS = 3600.0
 """Age in seconds at which the folder of a run whose creation was killed is removed."""
-_WORKER_FOLDER_PATTERN = re.compile(r"tmp\w+prefect")
+_PREFECT_FOLDER_PATTERN = re.compile(r"tmp\w+prefect")
 _RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -229,7 +229,7 @@ def record_flow_run(run: Run, flow_run_id: str) -> None:
 def describe_removal(run: Run) -> str:
     """Return a warning if a run is below the temporary folder in which a process worker of Prefect starts a flow run
     and which it removes at the end; empty for a run in another folder, or if an artifact store keeps its results."""
-    if run.pipeline.config.artifact_store or not any(map(_WORKER_FOLDER_PATTERN.fullmatch, run.path.parts)):
+    if run.pipeline.config.artifact_store or not any(map(_PREFECT_FOLDER_PATTERN.fullmatch, run.path.parts)):
         return ""
     return f"the worker removes {run.path} at the end of this flow run; set output_dir to an absolute path to keep it"
 

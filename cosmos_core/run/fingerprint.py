@@ -70,10 +70,10 @@ class Fingerprint:
             old_value, new_value = old_values.get(key), new_values.get(key)
             if old_value == new_value or (can_compare_inputs and is_input_digest):
                 continue
-            is_upstream = key.startswith("inputs.")
+            is_stage_result = key.startswith("inputs.")
             shortened_values = (_shorten_value(mask_settings(value, key)) for value in (old_value, new_value))
             change_text = f"{key.removeprefix('config.')} {' -> '.join(shortened_values)}"
-            changes.append(f"result of stage {key.removeprefix('inputs.')} changed" if is_upstream else change_text)
+            changes.append(f"result of stage {key.removeprefix('inputs.')} changed" if is_stage_result else change_text)
         if can_compare_inputs:
             changes += _describe_input_changes(older_fingerprint.inputs, self.inputs)
         return list(dict.fromkeys(changes))
@@ -228,16 +228,16 @@ def _hash_ingredients(ingredients: Mapping[str, Any]) -> str:
 
 def _collect_stage_keys(stage: StageConfig, stage_kind: StageKind) -> dict[str, Any]:
     """Return the values of a stage's `[[pipeline.stages]]` entry, outside of its recipe, that change its result."""
-    key_values: dict[str, Any] = {}
+    value_by_key: dict[str, Any] = {}
     if stage_kind.merges_models:  # keep the order of the models, to which merge weights refer
-        key_values["after"] = list(stage.after)
+        value_by_key["after"] = list(stage.after)
     for key in ("checkpoint", "format", "require", "confidence"):
         if value := getattr(stage, key):
-            key_values[key] = list(value) if isinstance(value, tuple) else value
+            value_by_key[key] = list(value) if isinstance(value, tuple) else value
     if stage.sweep is not None:
         branch_stage_names = [list(sweep_branch.stages) for sweep_branch in stage.sweep.branches]
-        key_values["sweep"] = {"metric": stage.sweep.metric, "mode": stage.sweep.mode, "branches": branch_stage_names}
-    return key_values
+        value_by_key["sweep"] = {"metric": stage.sweep.metric, "mode": stage.sweep.mode, "branches": branch_stage_names}
+    return value_by_key
 
 
 def make_read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
@@ -283,8 +283,8 @@ def _label_user_code(inputs: Sequence[StageInput], is_key_read: Callable[[str], 
     whole paths are used."""
     code_inputs = [each for each in inputs if each.role in {"code", "reward"} and each.location_type == "code"]
     import_paths = sorted({each.location for each in code_inputs if is_key_read(each.key)})
-    labels = [import_path.rpartition("/")[2] for import_path in import_paths]
-    return dict(zip(import_paths, labels if len(set(labels)) == len(labels) else import_paths, strict=True))
+    base_names = [import_path.rpartition("/")[2] for import_path in import_paths]
+    return dict(zip(import_paths, base_names if len(set(base_names)) == len(base_names) else import_paths, strict=True))
 
 
 def _replace_import_paths(nested_value: Any, code_labels: Mapping[str, str]) -> Any:

@@ -66,7 +66,7 @@ def resolve_commit(repository: Repository, timeout_seconds: float = _HUB_TIMEOUT
             get_repo_info = partial(hub_api.repo_info, repo_name, revision=revision, repo_type=repo_type)
             return str(call_with_timeout(timeout_seconds, get_repo_info).sha)
         except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
-            raise _unknown_commit_error(repository, str(error)) from error
+            raise _make_unknown_commit_error(repository, str(error)) from error
         except (HTTPError, OSError) as error:
             failure_reason = str(error)
             failed_hub_requests[hub_url] = (time.monotonic(), failure_reason)
@@ -80,7 +80,7 @@ def resolve_commit(repository: Repository, timeout_seconds: float = _HUB_TIMEOUT
     if len(cached_commits) == 1 and cached_commits[0]:
         return cached_commits[0]
     failure_reason = f"the Hub {hub_url} cannot be asked ({failure_reason}), and {cache_folder} does not say"
-    raise _unknown_commit_error(repository, failure_reason)
+    raise _make_unknown_commit_error(repository, failure_reason)
 
 
 def call_with_timeout(timeout_seconds: float, function: Callable[[], Any]) -> Any:
@@ -95,7 +95,7 @@ def call_with_timeout(timeout_seconds: float, function: Callable[[], Any]) -> An
         raise TimeoutError(str(error) or f"no response within {timeout_seconds:g} s") from error
 
 
-def _unknown_commit_error(repository: Repository, failure_reason: str) -> CosmosError:
+def _make_unknown_commit_error(repository: Repository, failure_reason: str) -> CosmosError:
     repo_type, repo_name, revision = repository
     error_class, repo_label = (ModelError, "model") if repo_type == "model" else (DataError, "data set")
     return error_class(

@@ -191,8 +191,8 @@ def find_stage_path(path: Path) -> Path:
             return folder
     if not (path / "pipeline.toml").is_file():
         raise ConfigError(f"{path} belongs to no run; give a run, a stage, an exported or a published model")
-    for stage_table in reversed(read_toml(path / "pipeline.toml")["pipeline"].get("stages", [])):
-        result = read_result(path / "stages" / stage_table["name"])
+    for stage_entry in reversed(read_toml(path / "pipeline.toml")["pipeline"].get("stages", [])):
+        result = read_result(path / "stages" / stage_entry["name"])
         if result is not None and "model" in result["info"]:
-            return path / "stages" / str(stage_table["name"])
+            return path / "stages" / str(stage_entry["name"])
     raise ConfigError(f"{path}: no stage of this run has made a model yet")

@@ -123,9 +123,9 @@ def _read_item_values(metric: str, items_file: Path) -> dict[tuple[int, str], fl
     import pyarrow.parquet as pq
 
     # Try each slash as the separator, because the name of a task or of a metric may itself contain slashes.
-    parts, columns = item_metric.split("/"), pq.read_schema(items_file).names
-    splits = [("/".join(parts[:i]), "/".join(parts[i:])) for i in range(1, len(parts))]
-    task_name, metric_column = next((each for each in splits if each[1] in columns), ("", ""))
+    name_parts, columns = item_metric.split("/"), pq.read_schema(items_file).names
+    task_metric_pairs = [("/".join(name_parts[:i]), "/".join(name_parts[i:])) for i in range(1, len(name_parts))]
+    task_name, metric_column = next((each for each in task_metric_pairs if each[1] in columns), ("", ""))
     if not task_name:
         return {}
     item_rows: Sequence[dict[str, Any]] = pq.read_table(

@@ -60,8 +60,8 @@ def decide_reuse(
     # Use generators, so that the entries of other runs, of which there may be hundreds, are read only if needed.
     stage_names = (entry.get("stage") for entry in map(read_json_object, entry_files))
     registered_stage_paths = (output_dir / name for name in stage_names if isinstance(name, str))
-    current_stage_paths, damage_text = [] if stage_path is None else [stage_path], ""
-    for path in chain(current_stage_paths, (path for path in registered_stage_paths if path != stage_path)):
+    stage_paths_in_run, damage_text = [] if stage_path is None else [stage_path], ""
+    for path in chain(stage_paths_in_run, (path for path in registered_stage_paths if path != stage_path)):
         result, run_label = read_result(path), f"run {path.parent.parent.name}"
         if result is None or result["fingerprint"] != expected_fingerprint.value:
             continue

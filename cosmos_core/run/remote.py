@@ -30,7 +30,7 @@ DOWNLOADS_FOLDER = "fetched"
 PARTIAL_DOWNLOAD_SUFFIX = ".partial"
 _MAX_PARALLEL_FILES = 8
 _LATEST_FOLDER = "latest"
-_PIN_PATTERN = re.compile("#[0-9a-f]{64}$")
+_URL_PIN_PATTERN = re.compile("#[0-9a-f]{64}$")
 
 
 def pin_urls(pipeline: Pipeline) -> Pipeline:
@@ -39,7 +39,7 @@ def pin_urls(pipeline: Pipeline) -> Pipeline:
     pinned_urls: dict[str, str] = {}
 
     def pin_url(reference_kind: ReferenceKind, reference: str) -> str:
-        if reference_kind is not ReferenceKind.PATH or not is_s3_url(reference) or _PIN_PATTERN.search(reference):
+        if reference_kind is not ReferenceKind.PATH or not is_s3_url(reference) or _URL_PIN_PATTERN.search(reference):
             return reference
         if reference not in pinned_urls:
             pinned_urls[reference] = append_content_digest(reference)
@@ -58,18 +58,18 @@ def append_content_digest(url: str) -> str:
 
 
 def download_inputs(
-    pipeline: Pipeline, stage: StageConfig, output_dir: Path, on_file: Callable[[], None]
+    pipeline: Pipeline, stage: StageConfig, output_dir: Path, on_file_start: Callable[[], None]
 ) -> tuple[StageConfig, Recipe]:
     """Download the inputs of a stage from S3 stores to the shared folder of the runs in `output_dir`, and return the
-    stage and its recipe with local paths in place of URLs. `on_file` is called before each file and can raise an error.
-    Raises `DataError` if the content has changed since it was pinned or the store is not reachable, and `ConfigError`
-    if the store refuses the credentials."""
+    stage and its recipe with local paths in place of URLs. `on_file_start` is called before each file and can raise an
+    error. Raises `DataError` if the content has changed since it was pinned or the store is not reachable, and
+    `ConfigError` if the store refuses the credentials."""
     recipe = pipeline.recipes[stage.name]
     urls = {stage_input.location for stage_input in pipeline.inputs(stage) if stage_input.location_type == "store"}
     if not urls:
         return stage, recipe
     downloads_folder = output_dir.expanduser().absolute() / SHARED_FOLDER / DOWNLOADS_FOLDER
-    local_paths = {url: str(download_pinned_url(url, downloads_folder, on_file)) for url in sorted(urls)}
+    local_paths = {url: str(download_pinned_url(url, downloads_folder, on_file_start)) for url in sorted(urls)}
 
     def to_local_path(reference_kind: ReferenceKind, reference: str) -> str:
         return local_paths.get(reference, reference)
@@ -84,23 +84,23 @@ def download_url(location: str, output_dir: Path) -> str:
     return str(download_pinned_url(location, downloads_folder)) if is_s3_url(location) else location
 
 
-def download_pinned_url(url: str, downloads_folder: Path, on_file: Callable[[], None] = lambda: None) -> Path:
+def download_pinned_url(url: str, downloads_folder: Path, on_file_start: Callable[[], None] = lambda: None) -> Path:
     """Return the file or folder below `downloads_folder` with the content of an S3 URL, after downloading the objects
     that are missing there. Without a digest in the URL, its present content is used. For errors see
     `download_inputs`."""
-    pinned_url = url if _PIN_PATTERN.search(url) else append_content_digest(url)
+    pinned_url = url if _URL_PIN_PATTERN.search(url) else append_content_digest(url)
     unpinned_url, _, digest = pinned_url.rpartition("#")
     local_folder = downloads_folder / digest
     object_name = split_s3_url(unpinned_url)[1].rpartition("/")[2]
     partial_folder = local_folder.with_name(local_folder.name + PARTIAL_DOWNLOAD_SUFFIX)
     with FileLock(downloads_folder / f"{local_folder.name}.lock") as lock:
-        lock.acquire(on_poll=on_file)
+        lock.acquire(on_poll=on_file_start)
         if not local_folder.is_dir():
             with translate_errors(unpinned_url, DataError):
                 stored_objects = _list_objects(unpinned_url)
                 if _compute_content_digest(unpinned_url, stored_objects) != local_folder.name:
                     raise DataError(f"{unpinned_url} was changed since the run began; start a new run")
-                _download_objects(unpinned_url, stored_objects, partial_folder, on_file)
+                _download_objects(unpinned_url, stored_objects, partial_folder, on_file_start)
             os.rename(partial_folder, local_folder)
     downloaded_file = local_folder / object_name
     entry_names = [path.name for path in local_folder.iterdir() if not path.match(".*.tmp")]
@@ -144,7 +144,7 @@ def _get_relative_path(url: str, stored_object: StoredObject) -> str:
     return stored_object.key.removeprefix(key_prefix).lstrip("/") or key_prefix.rpartition("/")[2]
 
 
-def _download_objects(url: str, objects: list[StoredObject], folder: Path, on_file: Callable[[], None]) -> None:
+def _download_objects(url: str, objects: list[StoredObject], folder: Path, on_file_start: Callable[[], None]) -> None:
     if outside_key := next((each.key for each in objects if is_outside_folder(_get_relative_path(url, each))), None):
         raise DataError(f"{url}: the object {outside_key!r} would lie outside of its folder; name it otherwise there")
     bucket = Bucket(split_s3_url(url)[0])
@@ -158,7 +158,7 @@ def _download_objects(url: str, objects: list[StoredObject], folder: Path, on_fi
         raise DataError(f"{url} has {total_bytes} bytes, more than are free in {folder.parent}; make room")
 
     def download(stored_object: StoredObject, path: Path) -> None:
-        on_file()
+        on_file_start()
         bucket.download(stored_object.key, path, stored_object.etag)
 
     thread_map(download, missing_files, _MAX_PARALLEL_FILES, "fetch")

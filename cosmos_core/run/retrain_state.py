@@ -41,20 +41,20 @@ def compute_retrain_digest(pipeline: Pipeline, initial_model: str = "published")
     `initial_model = "base"` it covers the models that the pipeline names too. Raise DataError or ConfigError if an
     input is missing."""
     digest_cache = shared_digest_cache(pipeline.output_dir.expanduser().absolute())
-    content_by_stage: dict[str, Any] = {}
+    hash_input_by_stage: dict[str, Any] = {}
     for stage in pipeline.stages:
         if not pipeline.stage_kind(stage).is_reusable:
             # Gates and uploads have no fingerprint, so hash their settings instead.
             optional_keys = {"format"} if stage.format else set()
-            content_by_stage[stage.name] = stage.model_dump(mode="json", include=_PUBLICATION_KEYS | optional_keys)
+            hash_input_by_stage[stage.name] = stage.model_dump(mode="json", include=_PUBLICATION_KEYS | optional_keys)
             continue
         ingredients = compute_fingerprint(pipeline, stage, pipeline.stage_kind(stage), {}, digest_cache).ingredients
         ingredients["config"].pop(_MODEL_REVISION_KEY, None)
         ingredient_names: tuple[str, ...] = _CONTENT_INGREDIENT_NAMES
         if initial_model == "base" and not _starts_from_target(pipeline, stage):
             ingredient_names += _MODEL_INPUT_NAMES
-        content_by_stage[stage.name] = {name: ingredients[name] for name in ingredient_names if name in ingredients}
-    return hashlib.sha256(json.dumps(content_by_stage, sort_keys=True).encode()).hexdigest()
+        hash_input_by_stage[stage.name] = {name: ingredients[name] for name in ingredient_names if name in ingredients}
+    return hashlib.sha256(json.dumps(hash_input_by_stage, sort_keys=True).encode()).hexdigest()
 
 
 def _starts_from_target(pipeline: Pipeline, stage: StageConfig) -> bool:

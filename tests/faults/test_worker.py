@@ -314,7 +314,7 @@ def test_a_log_whose_launcher_was_killed_shows_no_secret_once_the_stage_is_reape
     worker.mask_log_of_killed_launcher(tmp_path)
     assert log.read_text() == f"password={'*' * 12}\nasks battery staple\n", "nobody says yet that JUDGE is a secret"
     with pytest.raises(StageFailed):
-        worker.run_attempt(worker.AttemptSettings(tmp_path, python_path="/bin/false", secrets=("JUDGE",)))
+        worker.run_attempt(worker.AttemptSettings(tmp_path, python_path="/bin/false", secret_vars=("JUDGE",)))
     assert log.read_text() == f"password={'*' * 12}\nasks {'*' * 14}\n"
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError
 from cosmos_core.observe.record import read_run
-from cosmos_core.observe.report_server import TOKEN_VARIABLE, URL_VARIABLE, ReportServer, report_url
+from cosmos_core.observe.report_server import REPORTS_URL_VARIABLE, TOKEN_VARIABLE, ReportServer, report_url
 from tasks.artifacts import _render_run_card
 from tests.unit.observed_runs import finished_run
 
@@ -125,9 +125,9 @@ def test_the_card_of_a_run_links_to_the_server_unless_it_is_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = finished_run(tmp_path)
-    monkeypatch.delenv(URL_VARIABLE, raising=False)
+    monkeypatch.delenv(REPORTS_URL_VARIABLE, raising=False)
     assert report_url(run) == "" and "[report]" not in _render_run_card(read_run(run))
-    monkeypatch.setenv(URL_VARIABLE, "https://reports.example/")
+    monkeypatch.setenv(REPORTS_URL_VARIABLE, "https://reports.example/")
     assert f"[report](https://reports.example/{run.name}/report.html)" in _render_run_card(read_run(run))
     run.chmod(0o700)
     assert report_url(run) == "" and "[report]" not in _render_run_card(read_run(run))

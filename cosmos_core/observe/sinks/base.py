@@ -111,7 +111,7 @@ class _SinkThread:
         self._line_queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         # Read `metrics.jsonl` now, because a resumed training removes lines of later steps from it.
         lines = read_metrics(stage.metrics.path)
-        self._steps_with_validation = {line["step"] for line in lines if len(_keep_validation_metrics(line)) > 2}
+        self._steps_with_validation = {line["step"] for line in lines if len(_pick_validation_metrics(line)) > 2}
         self._exit_code = EXIT_CRASH
         self._thread: threading.Thread | None = None
 
@@ -153,7 +153,7 @@ class _SinkThread:
         for line in chain([first_line], iter(self._line_queue.get, None)):
             if line["step"] >= sink.starting_step:
                 sink.log(line)
-            elif line["step"] not in self._steps_with_validation and len(metrics := _keep_validation_metrics(line)) > 2:
+            elif line["step"] not in self._steps_with_validation and len(metrics := _pick_validation_metrics(line)) > 2:
                 sink.log(metrics)
         sink.close(self._exit_code)
 
@@ -162,7 +162,7 @@ class _SinkThread:
         logger.warning(message_template, self._sink_name, " ".join(problem_text.split()))
 
 
-def _keep_validation_metrics(line: dict[str, Any]) -> dict[str, Any]:
+def _pick_validation_metrics(line: dict[str, Any]) -> dict[str, Any]:
     """Return a line of `metrics.jsonl` with only its step, its time and its validation metrics."""
     return {name: value for name, value in line.items() if name in {"step", "time"} or name.startswith("validation/")}
 
@@ -182,5 +182,5 @@ def name_tracking_run(stage: Stage, sink_name: str) -> tuple[str, str, str, str]
     if not identifier_file.exists():
         identifier_file.parent.mkdir(exist_ok=True)
         write_text(identifier_file, uuid.uuid4().hex)
-    identifier = identifier_file.read_text(encoding="utf-8")
-    return logging_config.project_name, logging_config.group_name or run_label, f"{run_label}-{stage.name}", identifier
+    tracking_id = identifier_file.read_text(encoding="utf-8")
+    return logging_config.project_name, logging_config.group_name or run_label, f"{run_label}-{stage.name}", tracking_id
