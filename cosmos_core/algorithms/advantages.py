@@ -149,15 +149,15 @@ def gdpo_advantages(rewards: Sequence[RewardsByGroup], weights: Sequence[float])
     not apply to it, adds nothing to the sum; a completion without any value has the advantage None.
     """
     rewards_by_group = zip(*rewards, strict=True)
-    validity_by_group = [[any(map(_is_finite, each)) for each in zip(*row, strict=True)] for row in rewards_by_group]
-    weighted_sums = [np.zeros(len(row)) for row in validity_by_group]
+    has_value_by_group = [[any(map(_is_finite, each)) for each in zip(*row, strict=True)] for row in rewards_by_group]
+    weighted_sums = [np.zeros(len(row)) for row in has_value_by_group]
     for rewards_of_function, weight in zip(rewards, weights, strict=True):
         for weighted_sum_G, group_values in zip(weighted_sums, rewards_of_function, strict=True):
             has_value_G = np.array(list(map(_is_finite, group_values)), dtype=bool)
             weighted_sum_G[has_value_G] += weight * _standardise(np.array(list(filter(_is_finite, group_values))))
-    valid_sums_G = [weighted_sum_G[row] for weighted_sum_G, row in zip(weighted_sums, validity_by_group, strict=True)]
-    normalised_values = iter(_standardise(np.concatenate([*valid_sums_G, np.zeros(0)])))
-    return [[float(next(normalised_values)) if has_value else None for has_value in row] for row in validity_by_group]
+    valid_sums = [weighted_sum_G[row] for weighted_sum_G, row in zip(weighted_sums, has_value_by_group, strict=True)]
+    normalised_values = iter(_standardise(np.concatenate([*valid_sums, np.zeros(0)])))
+    return [[float(next(normalised_values)) if has_value else None for has_value in row] for row in has_value_by_group]
 
 
 def _standardise(values_N: np.ndarray) -> np.ndarray:

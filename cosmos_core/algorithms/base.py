@@ -147,7 +147,7 @@ class Algorithm:
     def measure(self, chunks: Iterable[Sequence[Any]], view: TrainerView, size: int) -> dict[str, float]:
         """Return metrics of held-out samples: loss in nats per token, perplexity, and top-1 accuracy of the tokens.
         `chunks`: lists of samples that are evaluated together; `size`: number of samples in a forward pass."""
-        loss_sum, num_correct, num_tokens = 0.0, 0.0, 0
+        loss_sum, num_correct_tokens, num_tokens = 0.0, 0.0, 0
         sums_by_source: dict[str, tuple[float, int]] = {}
         for samples in chunks:
             outputs = view.evaluate(samples, RequestedOutputs(is_argmax=True), size=size)
@@ -157,13 +157,13 @@ class Algorithm:
                 if source := getattr(sample, "source", ""):
                     source_loss, token_count = sums_by_source.get(source, (0.0, 0))
                     sums_by_source[source] = source_loss + sample_loss, token_count + sample.num_learned
-            num_correct += sum(row["is_argmax"].sum().item() for row in outputs)
+            num_correct_tokens += sum(row["is_argmax"].sum().item() for row in outputs)
             num_tokens += sum(sample.num_learned for sample in samples)
         loss = loss_sum / max(1, num_tokens)
         return {
             "loss": loss,
             "perplexity": math.exp(min(loss, 700.0)),
-            "token_accuracy": num_correct / max(1, num_tokens),
+            "token_accuracy": num_correct_tokens / max(1, num_tokens),
             "tokens": float(num_tokens),
             **{f"loss/{source}": total / max(1, count) for source, (total, count) in sums_by_source.items()},
         }

@@ -115,11 +115,11 @@ def self_normalise_weights(
     policy, and the loss mask, each of shape T."""
     token_weight_rule = replace(weight_rule, geometric_mean_range=None, max_mean_k3_kl=None, max_token_k3_kl=None)
     weight_sum, num_weights = 0.0, 0
-    is_per_sequence = weight_rule.name.startswith("sequence")
+    is_sequence_rule = weight_rule.name.startswith("sequence")
     for old_logprobs_T, rollout_logprobs_T, mask_T in logprobs_by_sample:
         num_tokens = int(mask_T.sum())
-        batch_1T = old_logprobs_T[None], rollout_logprobs_T[None], mask_T[None]
-        sample_weight_sum = importance_weights(*batch_1T, token_weight_rule)[0].sum(dtype=torch.float64).item()
-        weight_sum += sample_weight_sum / (num_tokens + _TOKEN_COUNT_EPSILON) if is_per_sequence else sample_weight_sum
-        num_weights += min(1, num_tokens) if is_per_sequence else num_tokens
+        sample_inputs_1T = old_logprobs_T[None], rollout_logprobs_T[None], mask_T[None]
+        sample_weight_sum = importance_weights(*sample_inputs_1T, token_weight_rule)[0].sum(dtype=torch.float64).item()
+        weight_sum += sample_weight_sum / (num_tokens + _TOKEN_COUNT_EPSILON) if is_sequence_rule else sample_weight_sum
+        num_weights += min(1, num_tokens) if is_sequence_rule else num_tokens
     return replace(weight_rule, weight_divisor=weight_sum / num_weights if weight_sum else 1.0)

@@ -34,8 +34,8 @@ class DiffusionNft(FlowRl):
             sample, text = rollout.diffusion_sample, rollout.prompt.embedding
             sigmas, num_clean_frames = sample.sigmas[:-1], sample.num_conditioning_frames
             num_noise_levels = int(self.diffusers.timesteps_fraction * len(sigmas))
-            random_order = np.argsort(np.random.PCG64(rollout.seed).random_raw(len(sigmas)), kind="stable").tolist()
-            for i in random_order[:num_noise_levels]:
+            sigma_order = np.argsort(np.random.PCG64(rollout.seed).random_raw(len(sigmas)), kind="stable").tolist()
+            for i in sigma_order[:num_noise_levels]:
                 noise_seed = (rollout.seed + 1 + i) & _SEED_MASK
                 samples.append(SeededSample(sample.latents, sigmas[i], text, rollout, noise_seed, num_clean_frames))
         config, beta, num_samples = self.config, self.diffusers.nft_beta, float(len(samples))

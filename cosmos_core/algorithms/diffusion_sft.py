@@ -27,13 +27,13 @@ def flow_loss(micro_batch: MicroBatch, num_samples: int) -> Loss:
     `num_samples`, the number of samples of the whole optimizer step. SFT has this loss, and RL algorithms can add it as
     data term."""
     target_velocity = compute_velocity(micro_batch.outputs["latents"], micro_batch.outputs["noise"])
-    error_B = velocity_error(micro_batch.outputs["velocity"], target_velocity, micro_batch.mask)
+    velocity_error_B = velocity_error(micro_batch.outputs["velocity"], target_velocity, micro_batch.mask)
     weights_B = torch.tensor(
-        [sample.weight for sample in micro_batch.samples], dtype=error_B.dtype, device=error_B.device
+        [sample.weight for sample in micro_batch.samples], dtype=velocity_error_B.dtype, device=velocity_error_B.device
     )
-    sample_count = torch.tensor(float(len(micro_batch.samples)), dtype=torch.float64, device=error_B.device)
-    flow_error_metric = torch.stack([error_B.detach().double().sum(), sample_count])
-    return Loss((weights_B * error_B).sum() / num_samples, {"flow_error": flow_error_metric})
+    sample_count = torch.tensor(float(len(micro_batch.samples)), dtype=torch.float64, device=velocity_error_B.device)
+    flow_error_metric = torch.stack([velocity_error_B.detach().double().sum(), sample_count])
+    return Loss((weights_B * velocity_error_B).sum() / num_samples, {"flow_error": flow_error_metric})
 
 
 class DiffusionSft(Algorithm):

@@ -60,8 +60,10 @@ def preference_loss(
         "logps/chosen": pairs.chosen,
         "logps/rejected": pairs.rejected,
     }
-    count = torch.tensor(float(len(chosen_rewards_P)), dtype=torch.float64, device=chosen_rewards_P.device)
-    return loss, {k: torch.stack([v.detach().sum(dtype=torch.float64), count]) for k, v in values_by_metric.items()}
+    pair_count = torch.tensor(float(len(chosen_rewards_P)), dtype=torch.float64, device=chosen_rewards_P.device)
+    return loss, {
+        k: torch.stack([v.detach().sum(dtype=torch.float64), pair_count]) for k, v in values_by_metric.items()
+    }
 
 
 def source_losses(
@@ -140,9 +142,9 @@ class Dpo(Algorithm):
             row_order = sorted(range(len(sorted_indices)), key=lambda row: micro_batch.indices[row])
             logps_B = apply_mask(micro_batch.logprobs_BS, micro_batch.mask_BS).sum(-1, dtype=torch.float64)
             reference_logps_B = logps_B.new_tensor([sample.reference_logprob for sample in micro_batch.samples])
-            row_values_B = (logps_B, reference_logps_B, micro_batch.mask_BS.sum(-1).to(logps_B))
+            row_value_tensors = (logps_B, reference_logps_B, micro_batch.mask_BS.sum(-1).to(logps_B))
             response_rows = row_order[::2], row_order[1::2]
-            pairs = PairLogprobs(*(values_B[rows] for values_B in row_values_B for rows in response_rows))
+            pairs = PairLogprobs(*(values_B[rows] for values_B in row_value_tensors for rows in response_rows))
             loss_value, metrics = preference_loss(pairs, self.config.dpo, num_pairs, num_chosen_tokens)
             sources = [micro_batch.samples[row].source for row in row_order[::2]]
             metrics |= source_losses(pairs, sources, self.config.dpo, num_chosen_tokens / num_pairs)

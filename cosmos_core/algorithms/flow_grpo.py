@@ -67,11 +67,11 @@ class FlowGrpo(FlowRl):
             )
             for step in steps
         ]  # fmt: skip
-        has_guard, num_samples = self.diffusers.flow_rl.guard, float(len(samples))
+        uses_guard, num_samples = self.diffusers.flow_rl.guard, float(len(samples))
 
         def loss(micro_batch: MicroBatch) -> Loss:
             inputs = self._make_step_inputs(micro_batch)
-            loss_terms = flow_grpo_loss(inputs, config.epsilon_low, config.epsilon_high, uses_grpo_guard=has_guard)
+            loss_terms = flow_grpo_loss(inputs, config.epsilon_low, config.epsilon_high, uses_grpo_guard=uses_guard)
             loss_value = (loss_terms.policy_loss_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
             metrics = sum_metrics(
                 policy_loss=loss_terms.policy_loss_B,

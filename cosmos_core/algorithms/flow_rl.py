@@ -99,8 +99,8 @@ class FlowRl(Algorithm):
     def updates(self, samples: Sequence[FlowRollout], view: TrainerView) -> Iterator[Update]:
         """Yield the optimizer steps of a train step, each for at most `batch_size_per_optimize` completions. Batches
         without a learning signal, for which `make_optimizer_update` returns None, are skipped."""
-        for batch in equal_batches(len(samples), self.config.batch_size_per_optimize):
-            if (update := self.make_optimizer_update(samples[batch])) is not None:
+        for batch_slice in equal_batches(len(samples), self.config.batch_size_per_optimize):
+            if (update := self.make_optimizer_update(samples[batch_slice])) is not None:
                 if self.data_term is not None:
                     data_update = self.data_term(self._train_step, self._prompt_ids, self._num_updates)
                     update = replace(update, data=data_update)

@@ -170,12 +170,12 @@ class Grpo(Algorithm):
             old_logprobs = [_make_rollout_logprob_row(sample) for sample in samples]
         elif not has_one_update:
             old_logprobs = evaluate_logprobs("policy")
-        has_reference = "reference" in self.config.auxiliary_model_names
-        reference_logprobs = evaluate_logprobs("reference") if has_reference else None
-        returns = None
+        has_reference_policy = "reference" in self.config.auxiliary_model_names
+        reference_logprobs = evaluate_logprobs("reference") if has_reference_policy else None
+        token_returns = None
         if self.config.kl_in_reward and reference_logprobs is not None:
             preupdate_logprobs = old_logprobs or evaluate_logprobs("policy")
-            returns = whitened_returns(samples, preupdate_logprobs, reference_logprobs, self.config.kl_beta)
+            token_returns = whitened_returns(samples, preupdate_logprobs, reference_logprobs, self.config.kl_beta)
         weight_rule = self._weight_rule
         if weight_rule is not None and old_logprobs is not None and self.config.self_normalised_weights:
             weight_rule = self_normalise_weights(weight_rule, map(_make_importance_ratio_rows, samples, old_logprobs))
@@ -192,7 +192,7 @@ class Grpo(Algorithm):
             update_inputs = _UpdateInputs(
                 samples[batch], step_samples, old_logprobs and old_logprobs[batch],
                 reference_logprobs and reference_logprobs[batch], teacher_logprobs and teacher_logprobs[batch],
-                returns and returns[batch], token_masks, weight_rule, is_first_update=update_index == 0,
+                token_returns and token_returns[batch], token_masks, weight_rule, is_first_update=update_index == 0,
             )  # fmt: skip
             yield replace(self._make_update(update_inputs), metrics=metrics)
 
@@ -200,7 +200,7 @@ class Grpo(Algorithm):
         config, step_samples = self.config, inputs.all_samples
         max_tokens, num_trained_tokens = config.unbiased_loss_max_tokens, [s.num_learned for s in step_samples]
         denominator = compute_denominator(config.loss_type, num_trained_tokens, max_tokens)
-        num_positive_tokens = float(max(1, sum(s.num_learned for s in step_samples if s.reward > 0)))
+        num_rewarded_tokens = float(max(1, sum(s.num_learned for s in step_samples if s.reward > 0)))
 
         def loss(micro_batch: MicroBatch) -> Loss:
             logprobs = _collate_logprobs(micro_batch, inputs.old_logprobs)
@@ -208,7 +208,7 @@ class Grpo(Algorithm):
             loss_value = aggregate_loss(loss_BS, micro_batch.mask_BS, config.loss_type, denominator, max_tokens)
             if config.positive_nll_coef:
                 rewards_B = micro_batch.logprobs_BS.new_tensor([sample.reward for sample in micro_batch.samples])
-                nll = positive_nll_loss(micro_batch.logprobs_BS, micro_batch.mask_BS, rewards_B, num_positive_tokens)
+                nll = positive_nll_loss(micro_batch.logprobs_BS, micro_batch.mask_BS, rewards_B, num_rewarded_tokens)
                 loss_value = loss_value + config.positive_nll_coef * nll
             if config.use_rollout_logprobs_for_loss:
                 # Compare the engine with the old policy, which the current policy equals only in the first update.
@@ -250,8 +250,8 @@ class Grpo(Algorithm):
             token_weights_BS = high_entropy_BS if token_weights_BS is None else high_entropy_BS * token_weights_BS
         teacher_terms = TeacherLoss(None, None, {})
         if self.teacher and (teacher_logprobs := _pad_micro_batch(inputs.teacher_logprobs, micro_batch)) is not None:
-            has_top_k, model_outputs = self.teacher.top_k > 0, micro_batch.outputs
-            policy_logprobs = model_outputs["top_logprobs"] if has_top_k else logprobs.preupdate_logprobs_BS
+            uses_top_k, model_outputs = self.teacher.top_k > 0, micro_batch.outputs
+            policy_logprobs = model_outputs["top_logprobs"] if uses_top_k else logprobs.preupdate_logprobs_BS
             token_masks = micro_batch.mask_BS, logprobs.is_sampled_BS
             teacher_terms = teacher_loss(self.teacher, policy_logprobs, teacher_logprobs, *token_masks)
         advantages_B = micro_batch.logprobs_BS.new_tensor([sample.advantage for sample in micro_batch.samples])
@@ -317,10 +317,10 @@ def _pad_micro_batch(rows: Sequence[Tensor] | None, micro_batch: MicroBatch) -> 
     if `rows` is None."""
     if rows is None:
         return None
-    padded_BS = micro_batch.logprobs_BS.new_zeros((*micro_batch.logprobs_BS.shape, *rows[0].shape[1:]))
+    padded_rows_BS = micro_batch.logprobs_BS.new_zeros((*micro_batch.logprobs_BS.shape, *rows[0].shape[1:]))
     for row_index, i in enumerate(micro_batch.indices):
-        padded_BS[row_index, : len(rows[i])] = rows[i]
-    return padded_BS
+        padded_rows_BS[row_index, : len(rows[i])] = rows[i]
+    return padded_rows_BS
 
 
 def _make_rollout_logprob_row(sample: Sample) -> Tensor:

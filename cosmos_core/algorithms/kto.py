@@ -65,11 +65,11 @@ class Kto(Algorithm):
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
         # The KL estimate pairs prompts with responses of other rows, so it needs at least two rows.
-        has_kl = self.config.kto.loss_type == "kto" and len(samples) > 1
-        mismatched_samples = swap_responses(samples, self.max_tokens) if has_kl else []
+        estimates_kl = self.config.kto.loss_type == "kto" and len(samples) > 1
+        mismatched_samples = swap_responses(samples, self.max_tokens) if estimates_kl else []
         reference_logprobs_B = _sum_logprobs(view, [*samples, *mismatched_samples], "reference")
         kl = reference_logprobs_B.new_zeros(())
-        if has_kl:
+        if estimates_kl:
             log_ratio_B = _sum_logprobs(view, mismatched_samples, "policy") - reference_logprobs_B[len(samples) :]
             kl = log_ratio_B.mean().clamp(min=0)
         is_desirable_B = torch.tensor([sample.reward > 0 for sample in samples], device=kl.device)

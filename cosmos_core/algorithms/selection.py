@@ -45,8 +45,8 @@ def excluded_prefix_lengths(
     excluded_token_counts = [0] * len(completion_ids)
     for i in completion_indices:
         prefix_length = max(shared_lengths[i], default=0)
-        sharers_of_prefix = [j for j in completion_indices if j == i or shared_lengths[i][j] == prefix_length]
-        is_longest = all(shared_lengths[a][b] <= prefix_length for a in sharers_of_prefix for b in sharers_of_prefix)
-        if prefix_length >= min_tokens and is_longest and len({rewards[j] for j in sharers_of_prefix} - {None}) > 1:
+        sharing_indices = [j for j in completion_indices if j == i or shared_lengths[i][j] == prefix_length]
+        is_longest = all(shared_lengths[a][b] <= prefix_length for a in sharing_indices for b in sharing_indices)
+        if prefix_length >= min_tokens and is_longest and len({rewards[j] for j in sharing_indices} - {None}) > 1:
             excluded_token_counts[i] = prefix_length if len(completion_ids[i]) > prefix_length else 0
     return excluded_token_counts

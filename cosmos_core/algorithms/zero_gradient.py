@@ -39,10 +39,10 @@ def drop_zero_gradient_samples(
     `skips_zero_advantage`, samples with an advantage of 0 are left out of the list, but not below
     `MIN_COMPARED_COMPLETIONS` samples without images, and as many with images, per optimizer step."""
     selected_samples: list[Sample] = []
-    batch_slices, num_zero_gradient = [], 0
+    batch_slices, num_zero_gradient_samples = [], 0
     for samples in samples_by_step:
         selected_indices = {i for i, sample in enumerate(samples) if sample.advantage or not skips_zero_advantage}
-        num_zero_gradient += len(samples) - len(selected_indices)
+        num_zero_gradient_samples += len(samples) - len(selected_indices)
         for has_images in (False, True):
             same_modality_indices = [i for i, sample in enumerate(samples) if bool(sample.images) == has_images]
             zero_gradient_indices = [i for i in same_modality_indices if i not in selected_indices]
@@ -51,4 +51,4 @@ def drop_zero_gradient_samples(
             selected_indices.update(zero_gradient_indices[::index_stride][:num_missing])
         batch_slices.append(slice(len(selected_samples), len(selected_samples) + len(selected_indices)))
         selected_samples += [samples[i] for i in sorted(selected_indices)]
-    return selected_samples, batch_slices, {ZERO_GRADIENT_METRIC: float(num_zero_gradient)}
+    return selected_samples, batch_slices, {ZERO_GRADIENT_METRIC: float(num_zero_gradient_samples)}

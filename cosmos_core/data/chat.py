@@ -25,9 +25,9 @@ from cosmos_core.models.chat_templates import check_template_text
 from cosmos_core.tools.base import ToolCall, ToolResult, parse_tool_calls
 from cosmos_core.tools.runner import ToolRunner
 
-_CONFIG_KEY = "rollout.multi_turn_config"
+_CONFIG_TABLE = "rollout.multi_turn_config"
 _EXAMPLE_USER_TURN = {"role": "user", "content": "?"}
-_EXAMPLE_RESULTS = ("forty-two", "fifty-one")
+_EXAMPLE_TOOL_RESULTS = ("forty-two", "fifty-one")
 _ASSISTANT_TURN_VARIANTS: tuple[Message, ...] = (
     {"role": "assistant", "content": ""},
     # Qwen3's template adds an empty think block to the last turn, unless the turn has `reasoning_content`.
@@ -79,9 +79,9 @@ def make_prompt_rendering(
     try:
         template = None if path is None else Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{_CONFIG_KEY}.custom_chat_template_path = {path!r} cannot be read: {error}") from error
+        raise DataError(f"{_CONFIG_TABLE}.custom_chat_template_path = {path!r} cannot be read: {error}") from error
     if path is not None and template is not None:
-        check_template_text(f"{_CONFIG_KEY}.custom_chat_template_path", path, template)
+        check_template_text(f"{_CONFIG_TABLE}.custom_chat_template_path", path, template)
     return PromptRendering(
         tuple(tools), template, config.add_generation_prompt, config.continue_final_message, config.enable_thinking
     )
@@ -131,7 +131,7 @@ class ToolResultTokens:
         special_tokens = {*tokenizer.all_special_tokens, *added_tokens}
         escaped_special_tokens = [re.escape(token) for token in special_tokens if len(token) > 2]
         self._escape_regex = re.compile("|".join(sorted(escaped_special_tokens, key=len, reverse=True)) or "(?!)")
-        with limit_resources(f"{_CONFIG_KEY}: the chat template"):
+        with limit_resources(f"{_CONFIG_TABLE}: the chat template"):
             self._example_assistant_turn = self._select_assistant_turn()
             self._check_call_format()
 
@@ -163,14 +163,14 @@ class ToolResultTokens:
         """Return None if the chat template renders one and two tool results after `assistant_turn` without changing the
         turn. Otherwise return the reason, in brackets; "" means that the rendering of the turn changes."""
         for num_results, prefix in ((1, ""), (2, "of two calls in a turn: ")):
-            results = [("tool", ToolResult(text)) for text in _EXAMPLE_RESULTS[:num_results]]
+            example_results = [("tool", ToolResult(text)) for text in _EXAMPLE_TOOL_RESULTS[:num_results]]
             try:
-                end_token_and_text = self._render_text_after_call(assistant_turn, results)
+                end_token_and_text = self._render_text_after_call(assistant_turn, example_results)
             except (TemplateError, ValueError, TypeError) as error:
                 return f" ({prefix}{' '.join(str(error).split())})"
             if end_token_and_text is None:
                 return ""
-            if any(result.text not in end_token_and_text[1] for _, result in results):
+            if any(result.text not in end_token_and_text[1] for _, result in example_results):
                 return f" ({prefix}it leaves out what a tool says)"
         return None
 
@@ -178,8 +178,8 @@ class ToolResultTokens:
         """Raise ModelError if the chat template writes tool calls in a form that `parse_tool_calls` cannot read. The
         model writes calls in the same form, so no tool would be called. A template without tool calls is accepted."""
         expected_call = ToolCall("look_up_word", {"word": "forty-two"})
-        call_fields = {"name": expected_call.name, "arguments": expected_call.arguments}
-        tool_calls = [{"type": "function", "id": "call00000", "function": call_fields}]
+        function_call = {"name": expected_call.name, "arguments": expected_call.arguments}
+        tool_calls = [{"type": "function", "id": "call00000", "function": function_call}]
         unparsable_call = ""
         # The template of DeepSeek-R1 writes the calls only of a turn whose content is None.
         for encoded_calls, content in product((tool_calls, encode_arguments(tool_calls)), ("", None)):
@@ -193,10 +193,10 @@ class ToolResultTokens:
                 unparsable_call = unparsable_call or rendered_call * (expected_call.name in rendered_call)
         if unparsable_call:
             raise ModelError(
-                f"{_CONFIG_KEY}.enable_tools: the chat template of {self._tokenizer.name_or_path!r} writes a tool "
+                f"{_CONFIG_TABLE}.enable_tools: the chat template of {self._tokenizer.name_or_path!r} writes a tool "
                 f"call as {unparsable_call.strip()[:200]!r}, which is not read; calls are read as Hermes writes them, "
                 f'<tool_call>{{"name": ..., "arguments": ...}}</tool_call>: give a template that writes that with '
-                f"{_CONFIG_KEY}.custom_chat_template_path, or take another model"
+                f"{_CONFIG_TABLE}.custom_chat_template_path, or take another model"
             )
 
     def _render_text_after_call(
@@ -243,7 +243,7 @@ class ToolResultTokens:
 
 def _make_changed_turn_error(tokenizer: PreTrainedTokenizerBase, failure_reason: str = "") -> ModelError:
     return ModelError(
-        f"{_CONFIG_KEY}: the chat template of {tokenizer.name_or_path!r} does not keep what it has written of an "
+        f"{_CONFIG_TABLE}: the chat template of {tokenizer.name_or_path!r} does not keep what it has written of an "
         f"assistant's turn, up to its end token, when a tool result follows{failure_reason}; give another with "
         "custom_chat_template_path"
     )

@@ -94,8 +94,8 @@ def _find_repeated_texts(
     with tempfile.TemporaryFile(dir=stage.path) as fingerprint_file:
         fingerprints = RowFingerprintFile(fingerprint_file)
         for row_number, location, row_texts, has_images in _iterate_readable_rows(stage, rows, apply_packer):
-            fingerprint, turn_words = _make_row_fingerprint(location, row_texts)
-            if match := benchmark_index.find_match(turn_words):
+            fingerprint, words_by_turn = _make_row_fingerprint(location, row_texts)
+            if match := benchmark_index.find_match(words_by_turn):
                 should_drop = match["similarity"] >= clean_config.min_overlap
                 yield row_number, should_drop, {"row": location, **match}
                 if should_drop:
@@ -109,8 +109,8 @@ def _find_repeated_texts(
             fingerprints.add(fingerprint)
             row_numbers.append(row_number)
             hash_keys.extend(row_hash_keys)
-        key_table = np.frombuffer(hash_keys, dtype=np.uint64).reshape(-1, 1 + (minhash.num_bands if minhash else 0))
-        for row_position, match in find_duplicates(key_table, fingerprints, clean_config.near_duplicates):
+        hash_keys_2d = np.frombuffer(hash_keys, dtype=np.uint64).reshape(-1, 1 + (minhash.num_bands if minhash else 0))
+        for row_position, match in find_duplicates(hash_keys_2d, fingerprints, clean_config.near_duplicates):
             yield row_numbers[row_position], True, match
 
 
@@ -125,12 +125,12 @@ def _iterate_readable_rows(
             if stage.stop_requested:
                 raise Preempted(f"stopped after {row_number} rows were compared; preparing starts anew")
         with suppress(DataError):
-            packed_row = apply_packer(row, location) if apply_packer else row
-            if packed_row.get(TOKENS_COLUMN) is not None:
+            packer_row = apply_packer(row, location) if apply_packer else row
+            if packer_row.get(TOKENS_COLUMN) is not None:
                 problem = f"train.train_policy.clean compares texts, and {location} has only {TOKENS_COLUMN}"
                 raise ConfigError(f"{problem}; leave clean out, or let the data packer return turns")
-            row_content = row_kind.read(packed_row, location, algorithm)
-            yield row_number, location, list(iterate_texts(row_content)), _shows_images(packed_row, row_content)
+            row_content = row_kind.read(packer_row, location, algorithm)
+            yield row_number, location, list(iterate_texts(row_content)), _shows_images(packer_row, row_content)
 
 
 def _shows_images(row: Row, row_content: Any) -> bool:

@@ -112,10 +112,10 @@ def _tokenise_between_borders(
     tokenising the whole text gives other tokens."""
     ids, mask = list[int](), list[int]()
     span_boundaries = [0, *(boundary for span in spans for boundary in span), len(text)]
-    for text_index, (start, end) in enumerate(pairwise(span_boundaries)):
-        text_ids = tokenizer(text[start:end], add_special_tokens=False, verbose=False)["input_ids"]
-        ids += text_ids
-        mask += [text_index % 2] * len(text_ids)
+    for segment_index, (start, end) in enumerate(pairwise(span_boundaries)):
+        segment_ids = tokenizer(text[start:end], add_special_tokens=False, verbose=False)["input_ids"]
+        ids += segment_ids
+        mask += [segment_index % 2] * len(segment_ids)
     if ids != tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
         raise DataError(
             f"{location}: {type(tokenizer).__name__} cannot say which characters a token covers, and its tokens cross "

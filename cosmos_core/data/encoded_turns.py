@@ -30,9 +30,9 @@ def decode_conversation(cell: Any, location: str = "") -> Any:
     if decoded_turns is None and len(cell) <= _MAX_LITERAL_CHARACTERS:
         decoded_turns = _parse_literal(cell)
     if location and _TURN_LIST_START_REGEX.match(cell) and not is_turn_list(decoded_turns):
-        cell_ending = " ".join(cell[-40:].split())
+        end_of_cell_text = " ".join(cell[-40:].split())
         remedy = "spreadsheets cut a cell after 32,767 characters; write JSON Lines"
-        raise DataError(f"{location}: turns that end with {cell_ending!r} cannot be decoded, {remedy}")
+        raise DataError(f"{location}: turns that end with {end_of_cell_text!r} cannot be decoded, {remedy}")
     return decoded_turns if is_turn_list(decoded_turns) else cell
 
 
@@ -57,7 +57,7 @@ def _parse_literal(literal_text: str) -> Any:
     the text is no literal."""
     try:
         python_tokens = [token.string for token in tokenize.generate_tokens(StringIO(literal_text.strip()).readline)]
-        token_pairs = pairwise([*filter(str.strip, python_tokens), ""])
-        return ast.literal_eval(" ".join("}," if pair == ("}", "{") else pair[0] for pair in token_pairs))
+        adjacent_tokens = pairwise([*filter(str.strip, python_tokens), ""])
+        return ast.literal_eval(" ".join("}," if pair == ("}", "{") else pair[0] for pair in adjacent_tokens))
     except (ValueError, SyntaxError, MemoryError, RecursionError, tokenize.TokenError):
         return None

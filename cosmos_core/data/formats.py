@@ -124,11 +124,11 @@ def _read_json(path: Path) -> Iterator[LocatedRow]:
         first_block = file.read(_CHARACTERS_PER_READ)
         if not first_block.lstrip().startswith("["):
             first_row_values = [list(row.values()) for _, row in islice(_read_json_lines(path), 2)]
-            sole_value = first_row_values[0][0] if [len(values) for values in first_row_values] == [1] else None
-            is_object_list = isinstance(sole_value, list) and all(isinstance(element, dict) for element in sole_value)
+            only_value = first_row_values[0][0] if [len(values) for values in first_row_values] == [1] else None
+            is_object_list = isinstance(only_value, list) and all(isinstance(element, dict) for element in only_value)
             # A single object with a list of turns, as in `{"messages": [{"role": ...}]}`, is one row, not several.
-            if sole_value and is_object_list and not {"role", "from"} & sole_value[0].keys():
-                yield from ((f"{path.name} row {row_index}", element) for row_index, element in enumerate(sole_value))
+            if only_value and is_object_list and not {"role", "from"} & only_value[0].keys():
+                yield from ((f"{path.name} row {row_index}", element) for row_index, element in enumerate(only_value))
             else:
                 yield from _read_json_lines(path)
             return
@@ -148,22 +148,22 @@ def _iterate_json_array(file: TextIO, buffer: str) -> Iterator[Any]:
     """Yield each element of a JSON array that begins with `buffer` and continues in `file`, with at most one block and
     one element in memory; raise ValueError if the text is not an array, or ends too early."""
     parse_position = buffer.index("[") + 1
-    next_character, read_size = ",", _CHARACTERS_PER_READ
+    next_character, block_size = ",", _CHARACTERS_PER_READ
     while next_character == ",":
         try:
             element, element_end = _JSON_DECODER.raw_decode(buffer, WHITESPACE.match(buffer, parse_position).end())
             element_end = WHITESPACE.match(buffer, element_end).end()
             next_character = buffer[element_end]
         except (ValueError, IndexError):
-            next_block = file.read(read_size)
+            next_block = file.read(block_size)
             if not next_block:
                 raise ValueError("the array does not end") from None
-            buffer, parse_position, read_size = buffer[parse_position:] + next_block, 0, 2 * read_size
+            buffer, parse_position, block_size = buffer[parse_position:] + next_block, 0, 2 * block_size
             continue
         if next_character not in ",]":
             raise ValueError(f"{next_character!r} between two elements")
         yield element
-        parse_position, read_size = element_end + 1, _CHARACTERS_PER_READ
+        parse_position, block_size = element_end + 1, _CHARACTERS_PER_READ
     if buffer[parse_position:].strip() or file.read().strip():
         raise ValueError("text behind the array")
 

@@ -52,8 +52,8 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
     are_sources_in_parts = any(part.get(key) is not None for part in content_parts for key in _IMAGE_SOURCE_KEYS)
     if column_images := get_column_images(row, _IMAGE_COLUMNS + (() if are_sources_in_parts else _MORE_IMAGE_COLUMNS)):
         turns = [{**turn, "content": _split_at_image_marks(turn["content"])} for turn in turns]
-    list_contents = [turn["content"] for turn in turns if isinstance(turn["content"], list)]
-    if column_images and not any(part["type"] == "image" for content in list_contents for part in content):
+    turn_part_lists = [turn["content"] for turn in turns if isinstance(turn["content"], list)]
+    if column_images and not any(part["type"] == "image" for content in turn_part_lists for part in content):
         turns = _insert_images(turns, len(column_images), location)
     images_of_column: Iterator[Any] = iter(column_images)
     image_sources: list[Any] = []
@@ -65,14 +65,14 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
             content = [_IMAGE_PLACEHOLDER if part["type"] == "image" else part for part in content]
         turns_with_placeholders.append({**turn, "content": content})
     num_missing_images, unshown_images = sum(source is None for source in image_sources), list(images_of_column)
-    repeats_turns = all(isinstance(each, str | dict) for each in unshown_images) and unshown_images == image_sources
+    are_duplicates = all(isinstance(each, str | dict) for each in unshown_images) and unshown_images == image_sources
     # Images of the column that no turn shows are an error, unless the column only repeats the images in the turns.
-    if num_missing_images or (unshown_images and not repeats_turns):
+    if num_missing_images or (unshown_images and not are_duplicates):
         num_row_images = len(image_sources) - num_missing_images + len(unshown_images)
         problem = f"the turns show {len(image_sources)} images and the row has {num_row_images}"
         raise DataError(f"{location}: {problem}; write <image> once for each image")
-    string_contents = [turn["content"] for turn in turns if isinstance(turn["content"], str)]
-    if marked_text := next(filter(re.compile(r"\A\s*<image>|<image>\s*\Z").search, string_contents), None):
+    turn_texts = [turn["content"] for turn in turns if isinstance(turn["content"], str)]
+    if marked_text := next(filter(re.compile(r"\A\s*<image>|<image>\s*\Z").search, turn_texts), None):
         problem = f"the turn {marked_text[:40]!r} shows an image, and the row names none"
         raise DataError(f"{location}: {problem}; give it a column `image` or `images`")
     return turns_with_placeholders, image_sources
@@ -160,8 +160,8 @@ def _insert_images(turns: list[Message], num_images: int, location: str) -> list
 def _take_image_source(content_part: dict[str, Any], unused_images: Iterator[Any]) -> Any:
     """Return the image source that a part of a turn names; if it names none, the next of `unused_images`, the images in
     a column of the row; None if no image is left."""
-    part_source = next((content_part[key] for key in _IMAGE_SOURCE_KEYS if content_part.get(key) is not None), None)
-    return next(unused_images, None) if part_source is None else part_source
+    named_source = next((content_part[key] for key in _IMAGE_SOURCE_KEYS if content_part.get(key) is not None), None)
+    return next(unused_images, None) if named_source is None else named_source
 
 
 def locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]:
@@ -208,11 +208,11 @@ def _encode_image(image: Image, location: str) -> bytes:
 
 
 def _decode_data_uri(data_uri: str, location: str) -> bytes:
-    uri_header, _, encoded_data = data_uri.partition(",")
+    uri_header, _, base64_text = data_uri.partition(",")
     try:
         if not uri_header.endswith(";base64"):
             raise ValueError("it is not ;base64")
-        return base64.b64decode("".join(encoded_data.split()), validate=True)  # remove line breaks in base64 data
+        return base64.b64decode("".join(base64_text.split()), validate=True)  # remove line breaks in base64 data
     except ValueError as error:
         raise DataError(f"{location}: the image {data_uri[:30]!r}... cannot be decoded: {error}") from error
 
@@ -223,9 +223,9 @@ def _read_file(path: Path, image_label: str) -> bytes:
             raise DataError(f"{image_label}: {path} is no regular file, and a device or a pipe may be read without end")
         return path.read_bytes()
     except OSError as error:
-        read_problem = "there is no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
+        file_problem = "there is no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
         remedy = "check the path, or set custom.dataset.media_path"
-        raise DataError(f"{image_label}: {read_problem} ({path}); {remedy}") from error
+        raise DataError(f"{image_label}: {file_problem} ({path}); {remedy}") from error
 
 
 def convert_to_rgb(image: Image) -> Image:

@@ -183,8 +183,8 @@ def _find_marked_spans(
     [marked_text], _ = cast(Any, render_jinja_template)(chat_template=marked_template, **template_arguments)
     text_parts = re.split(f"([{_START_MARKER}{_END_MARKER}])", marked_text)
     if "".join(text_parts[::2]) == rendered_text:
-        text_ends = list(accumulate(map(len, text_parts[::2])))
-        return [(text_ends[i], text_ends[i + 1]) for i, tag in enumerate(text_parts[1::2]) if tag == _START_MARKER]
+        part_ends = list(accumulate(map(len, text_parts[::2])))
+        return [(part_ends[i], part_ends[i + 1]) for i, tag in enumerate(text_parts[1::2]) if tag == _START_MARKER]
     # With the markers, this template renders another text, for example by a filter. Use the positions of
     # `{% generation %}` blocks that transformers returns.
     rendered_texts, spans_by_conversation = cast(Any, render_jinja_template)(

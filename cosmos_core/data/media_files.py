@@ -25,7 +25,7 @@ from cosmos_core.run.content import list_data_files
 
 EMBEDDING_SUFFIXES = (".safetensors", ".pickle", ".pkl")
 _UNSUPPORTED_SUFFIXES = (".heic", ".heif", ".jxl", ".gif", ".svg", ".raw", ".dng", ".wmv", ".flv")
-_KNOWN_SUFFIXES = (*MEDIA_SUFFIXES, *CAPTION_SUFFIXES, *EMBEDDING_SUFFIXES, ".json", ".npz")
+_SUPPORTED_SUFFIXES = (*MEDIA_SUFFIXES, *CAPTION_SUFFIXES, *EMBEDDING_SUFFIXES, ".json", ".npz")
 _METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _EMBEDDING_FOLDERS = ("text_embeddings", "t5_xxl", "t5")
 
@@ -90,7 +90,7 @@ def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
     stems_without_media = caption_file_by_stem.keys() - media_by_stem.keys()
     for file in visible_files:
         suffix = file.suffix.lower()
-        is_unknown_media = file.stem in stems_without_media and suffix not in _KNOWN_SUFFIXES and file.is_file()
+        is_unknown_media = file.stem in stems_without_media and suffix not in _SUPPORTED_SUFFIXES and file.is_file()
         if suffix in _UNSUPPORTED_SUFFIXES or is_unknown_media:
             yield make_error_item(file.name, f"{file.suffix} is not read; convert it to png or mp4")
     table_files = [file for file in visible_files if data_suffix(file.name) and file.suffix.lower() != ".json"]

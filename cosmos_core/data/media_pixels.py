@@ -27,7 +27,7 @@ from cosmos_core.transient import is_transient
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Size = tuple[int, int]
+PixelSize = tuple[int, int]
 """Height and width of an image or a frame, in pixels."""
 _NUM_BUCKET_STEPS = 8
 """Number of bucket sizes between the aspect ratios 1:1 and 1:2."""
@@ -39,7 +39,7 @@ _MIN_READABLE_FRACTION = 0.95
 class FrameSettings:
     """Settings for decoding images and clips of any size to pixels of one size, or of a few sizes (buckets)."""
 
-    size: Size
+    size: PixelSize
     """Height and width of the decoded pixels; with `buckets`, only their product is used, as the approximate area of
     each bucket size."""
     num_frames: int = 0
@@ -52,16 +52,16 @@ class FrameSettings:
     """Which `num_frames` frames of a longer video are used: consecutive ones (`first`, `middle` or `random` ones), or
     evenly spaced ones (`uniform`)."""
 
-    def target_size(self, height: int, width: int) -> Size:
+    def target_size(self, height: int, width: int) -> PixelSize:
         """Return the height and width to which an image or clip of size `height` x `width` is scaled and cropped."""
         if not self.buckets:
             return self.size
-        log_ratio = math.log(height / width)
-        return min(list_bucket_sizes(self.size, self.multiple), key=lambda s: abs(math.log(s[0] / s[1]) - log_ratio))
+        log_aspect = math.log(height / width)
+        return min(list_bucket_sizes(self.size, self.multiple), key=lambda s: abs(math.log(s[0] / s[1]) - log_aspect))
 
 
 @lru_cache(maxsize=8)
-def list_bucket_sizes(size: Size, size_multiple: int) -> tuple[Size, ...]:
+def list_bucket_sizes(size: PixelSize, size_multiple: int) -> tuple[PixelSize, ...]:
     """Return bucket sizes (height, width) of about the area of `size`, with aspect ratios from 1:2 to 2:1 and sides
     that are divisible by `size_multiple`."""
     square_side = math.sqrt(size[0] * size[1])
@@ -201,9 +201,9 @@ def _count_frames(media_content: MediaContent) -> int:
         min_end_seconds = min(_MIN_READABLE_FRACTION * header_seconds, min_end_seconds)
         is_truncated = end_seconds < min_end_seconds and (end_seconds > 0 or not num_shown_frames)
     if is_truncated:
-        header_length = f"{num_header_frames} frames" if num_header_frames else f"{header_seconds:g} s"
-        shown_length = f"{num_shown_frames} frames, {end_seconds:.3g} s"
-        raise DataError(f"it is cut off: its head says {header_length}, and it ends after {shown_length}")
+        header_length_text = f"{num_header_frames} frames" if num_header_frames else f"{header_seconds:g} s"
+        shown_length_text = f"{num_shown_frames} frames, {end_seconds:.3g} s"
+        raise DataError(f"it is cut off: its head says {header_length_text}, and it ends after {shown_length_text}")
     return num_shown_frames
 
 

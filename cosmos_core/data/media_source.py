@@ -41,7 +41,7 @@ from cosmos_core.data.rows import load_rows
 from cosmos_core.errors import DataError, first_line
 
 _MEDIA_KEYS = ("image", "img", "jpg", "png", "webp", "video", "mp4", "file_name")
-_PATH_KEYS = ("image_path", "img_path", "images", "video_path")
+_FALLBACK_MEDIA_KEYS = ("image_path", "img_path", "images", "video_path")
 """Names of columns that contain the image or video of a row without a column of `_MEDIA_KEYS`. In other rows these
 columns are metadata."""
 _VIDEO_COLUMNS = ("video", "mp4", "video_path")
@@ -79,8 +79,8 @@ def _make_item_reader(path: Path, split: str, dataset: DatasetConfig, config_key
     split_name = tar_split.partition("[")[0] if metadata_file else tar_split
     has_metadata = metadata_file is not None and not text_files
     if split_name not in {"", "train"} and not tar_files and path.is_dir() and (has_metadata or is_media_folder(path)):
-        missing_part = "rows to take a slice of; name the split alone" if "[" in split_name else "folder of that name"
-        raise DataError(f"{config_key}.split = {split!r}, but {path} has no {missing_part}")
+        missing_text = "rows to take a slice of; name the split alone" if "[" in split_name else "folder of that name"
+        raise DataError(f"{config_key}.split = {split!r}, but {path} has no {missing_text}")
     has_captions = any(path.is_dir() and f.with_suffix(end).is_file() for f in text_files for end in MEDIA_SUFFIXES)
     if "[" in split and (tar_files or (text_files and not has_captions)):
         raise DataError(f"{config_key}.split = {split!r}: {path} has no rows to take a slice of; name the split alone")
@@ -98,8 +98,8 @@ def _make_item_reader(path: Path, split: str, dataset: DatasetConfig, config_key
     return lambda: (_make_media_item(location_and_row, rows.folder, for_clips) for location_and_row in rows)
 
 
-def _read_prompt_lines(prompt_paths: Iterable[Path], dataset_path: Path) -> Iterator[MediaItem]:
-    for file in prompt_paths:
+def _read_prompt_lines(text_files: Iterable[Path], dataset_path: Path) -> Iterator[MediaItem]:
+    for file in text_files:
         is_text = file.suffix.lower() == ".txt"
         with open(file, encoding="utf-8-sig", errors="surrogateescape") as prompt_lines:
             for line_number, line in enumerate(map(str.strip, prompt_lines), start=1):
@@ -119,7 +119,7 @@ def _read_prompt_lines(prompt_paths: Iterable[Path], dataset_path: Path) -> Iter
 
 def _make_media_item(location_and_row: LocatedRow, folder: Path, for_clips: bool) -> MediaItem:
     location, row = location_and_row
-    columns = [name for name in (*_MEDIA_KEYS, *_PATH_KEYS) if row.get(name) not in (None, "", [])]
+    columns = [name for name in (*_MEDIA_KEYS, *_FALLBACK_MEDIA_KEYS) if row.get(name) not in (None, "", [])]
     clip_files = [n for n in columns if isinstance(row[n], str) and row[n][-9:].lower().endswith(VIDEO_SUFFIXES)]
     media_column = max(columns, key=lambda name: for_clips and name in (*_VIDEO_COLUMNS, *clip_files), default=None)
     if media_column is None:

@@ -139,8 +139,8 @@ def _read_split(
     frame_settings = make_frame_settings(stage.recipe, config, encoders) if has_media else None
     has_rollouts = stage.recipe.train.train_policy.has_rollouts
     max_conditional_frames = stage.recipe.policy.diffusers.flow_rl.max_conditional_frames
-    may_start_from_frames = has_rollouts and has_media and encoders.model.is_video and max_conditional_frames
-    starts_from_frames = bool(may_start_from_frames and encoders.model.max_conditioning_frames)
+    can_start_from_frames = has_rollouts and has_media and encoders.model.is_video and max_conditional_frames
+    starts_from_frames = bool(can_start_from_frames and encoders.model.max_conditioning_frames)
     rows: list[MediaItemRow | None] = []
     skip_reasons: list[str] = []
     for item, row_or_reason in map_in_threads(

@@ -287,11 +287,11 @@ def _read_turn(turn: Any, turn_location: str, with_images: bool) -> Message:
     if "role" not in turn:
         turn = {key: value for key, value in turn.items() if key in _SHAREGPT_KEYS}
     default_content = None if {"tool_calls", "function_call"}.isdisjoint(turn) else ""
-    call_field = pop_tool_calls(turn, turn_location)
+    tool_calls_field = pop_tool_calls(turn, turn_location)
     content = read_content(turn.get("content", turn.pop("value", default_content)), turn_location, with_images)
     if role in {"function_call", "tool_call"} and (parsed_calls := parse_sharegpt_calls(content)):
-        content, call_field = parsed_calls[0], {"tool_calls": parsed_calls[1]}
-    return {**turn, "role": _STANDARD_ROLES[role], "content": content, **call_field, **weight_field}
+        content, tool_calls_field = parsed_calls[0], {"tool_calls": parsed_calls[1]}
+    return {**turn, "role": _STANDARD_ROLES[role], "content": content, **tool_calls_field, **weight_field}
 
 
 def _read_role(turn: dict[str, Any]) -> str:

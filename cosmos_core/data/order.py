@@ -46,17 +46,17 @@ class Mixture:
         A data set that gets fewer rows than it has continues in the next epoch with its other rows; one that gets more
         begins another pass over its rows, in a new order.
         """
-        row_batches, relative_positions, row_offset = [], [], 0
+        rows_by_pass, relative_positions, row_offset = [], [], 0
         epoch_rows_by_source = divide_in_proportion(sum(self.sizes), self.weights)
         for source_index, (size, rows_per_epoch) in enumerate(zip(self.sizes, epoch_rows_by_source, strict=True)):
             epoch_positions = np.arange(rows_per_epoch, dtype=np.int64)
             pass_numbers, positions_in_pass = np.divmod(epoch_positions + epoch * rows_per_epoch, size)
             for pass_number in np.unique(pass_numbers).tolist():
                 pass_order = shuffled_indices(size, seed, pass_number, source_index) if shuffle else np.arange(size)
-                row_batches.append(row_offset + pass_order[positions_in_pass[pass_numbers == pass_number]])
+                rows_by_pass.append(row_offset + pass_order[positions_in_pass[pass_numbers == pass_number]])
             relative_positions.append((epoch_positions + 0.5) / max(1, rows_per_epoch))
             row_offset += size
-        return np.concatenate(row_batches)[np.argsort(np.concatenate(relative_positions), kind="stable")]
+        return np.concatenate(rows_by_pass)[np.argsort(np.concatenate(relative_positions), kind="stable")]
 
 
 def divide_in_proportion(total_size: int, weights: Sequence[float]) -> list[int]:

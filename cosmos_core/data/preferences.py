@@ -98,8 +98,8 @@ def remove_repeated_prompt(prompt: Any, *completions: Any) -> list[str]:
     """Return completions without the prompt at their beginning. Return an empty list if one of them does not begin with
     the prompt, or if the prompt is a single line."""
     is_multi_line = isinstance(prompt, str) and "\n" in prompt.strip()
-    is_repeated = is_multi_line and all(isinstance(text, str) and text.startswith(prompt) for text in completions)
-    return [text[len(prompt) :] for text in completions] if is_repeated else []
+    repeats_prompt = is_multi_line and all(isinstance(text, str) and text.startswith(prompt) for text in completions)
+    return [text[len(prompt) :] for text in completions] if repeats_prompt else []
 
 
 def read_label(row: Row, location: str) -> bool:

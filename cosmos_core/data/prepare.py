@@ -76,8 +76,8 @@ def tokenise(stage: Stage) -> Outcome:
         if len(image_roots) > 1:
             stored_root = Path(os.path.commonpath(image_roots))
             row_specs[split] = [replace(each, stored_root=stored_root) for each in split_specs]
-    first_texts = (text for source in splits[TRAIN_SPLIT] for text in _read_first_texts(stage, source))
-    lost_text_notice, is_much_text_lost = find_lost_text(tokenizer, first_texts)
+    first_row_texts = (text for source in splits[TRAIN_SPLIT] for text in _read_first_texts(stage, source))
+    lost_text_notice, is_much_text_lost = find_lost_text(tokenizer, first_row_texts)
     row_specs, tool_notices = _add_prompt_rendering(stage, row_specs, tokenizer)
     statistics: dict[str, dict[str, Any]] = {}
     ignored_image_settings = image_settings(stage.recipe).ignored_keys

@@ -218,8 +218,8 @@ class _SplitEncoder:
             max_length = tokenizer.model_max_length
             limit_description = f"the {max_length} of the pipeline's text encoders"
         max_tokens = max_length - num_added_tokens
-        encoded_rows = (row for row in split.kept_rows if row.text_key == compute_digest("text", row.prompt))
-        return sum(len(tokenizer.encode(row.prompt)) > max_tokens for row in encoded_rows), limit_description
+        rows_to_encode = (row for row in split.kept_rows if row.text_key == compute_digest("text", row.prompt))
+        return sum(len(tokenizer.encode(row.prompt)) > max_tokens for row in rows_to_encode), limit_description
 
     def encode_null_text(self, data_folder: Path) -> dict[str, str]:
         """Encode the empty prompt to a shard in `data_folder`; return the names of the shard and of the entry with the
@@ -257,10 +257,10 @@ class _SplitEncoder:
         # Retry media that could not be decoded, because a codec may have been installed since.
         undecodable_keys = self._cache.read_skip_reasons(shard_key) if is_media else {}
         retried_items = [item for key, item in shard.items() if key in undecodable_keys]
-        has_new_output = any(not isinstance(encoding, str) for encoding in encode_fn(retried_items))
+        has_new_output = any(not isinstance(encoder_output, str) for encoder_output in encode_fn(retried_items))
         if has_new_output or not self._cache.has_shard(shard_key):
-            encodings = encode_fn(list(shard.values()))
-            self._cache.write_shard(shard_key, dict(zip(shard, encodings, strict=True)))
+            encoder_outputs = encode_fn(list(shard.values()))
+            self._cache.write_shard(shard_key, dict(zip(shard, encoder_outputs, strict=True)))
             self.encoded_counts[is_media] += len(shard)
         if not (target_path := data_folder / TENSORS_FOLDER / f"{shard_key}.safetensors").exists():
             copy_file(self._cache.get_shard_path(shard_key), target_path)
@@ -270,14 +270,14 @@ class _SplitEncoder:
     def _encode_texts(self, texts: Sequence[str | Path]) -> _EncoderOutputs:
         """Return the embedding of each text, or why it cannot be read; a `Path` is a file with an embedding."""
         prompts = [text for text in texts if isinstance(text, str)]
-        encodings: list[EncoderOutput] = []
+        encoder_outputs: list[EncoderOutput] = []
         for batch_start in range(0, len(prompts), _TEXT_BATCH_SIZE):
             prompt_batch = prompts[batch_start : batch_start + _TEXT_BATCH_SIZE]
             with torch.no_grad():
                 batch_embeddings = self._encoders.model.text_embedding(prompt_batch)
-            encodings += [{name: x[i] for name, x in batch_embeddings.items()} for i in range(len(prompt_batch))]
-        next_encodings = iter(encodings)
-        return [next(next_encodings) if isinstance(text, str) else self._read_embedding_file(text) for text in texts]
+            encoder_outputs += [{name: x[i] for name, x in batch_embeddings.items()} for i in range(len(prompt_batch))]
+        output_iterator = iter(encoder_outputs)
+        return [next(output_iterator) if isinstance(text, str) else self._read_embedding_file(text) for text in texts]
 
     def _read_embedding_file(self, embedding_path: Path) -> EncoderOutput | str:
         """Return the text embedding in a file of the data set, or the reason why it does not fit the text encoder."""
@@ -285,9 +285,11 @@ class _SplitEncoder:
             embedding = read_embedding(embedding_path, tuple(self._reference_embedding))
         except DataError as error:
             return str(error)
-        references = self._reference_embedding
-        num_tokens = {each.shape[:1]: embedding[name].shape[:1] for name, each in references.items() if each.ndim > 1}
-        for name, reference in references.items():
+        reference_by_name = self._reference_embedding
+        num_tokens = {
+            each.shape[:1]: embedding[name].shape[:1] for name, each in reference_by_name.items() if each.ndim > 1
+        }
+        for name, reference in reference_by_name.items():
             if embedding[name].shape != num_tokens.get(reference.shape[:1], reference.shape[:1]) + reference.shape[1:]:
                 return (
                     f"{embedding_path.name}: {name} is {list(embedding[name].shape)}, and the model's encoder gives "
@@ -315,12 +317,12 @@ class _SplitEncoder:
             if isinstance(pixels, str):
                 latent_by_index[item_index] = pixels
                 continue
-            shape_batch = batches_by_shape.setdefault(pixels.shape, [])
-            shape_batch.append((item_index, pixels))
-            if len(shape_batch) == self._batch_size:
+            same_shape_batch = batches_by_shape.setdefault(pixels.shape, [])
+            same_shape_batch.append((item_index, pixels))
+            if len(same_shape_batch) == self._batch_size:
                 latent_by_index |= self._encode_latents(batches_by_shape.pop(pixels.shape))
-        for shape_batch in batches_by_shape.values():
-            latent_by_index |= self._encode_latents(shape_batch)
+        for same_shape_batch in batches_by_shape.values():
+            latent_by_index |= self._encode_latents(same_shape_batch)
         return [latent_by_index[i] for i in range(len(items))]
 
     def _encode_latents(self, batch: Sequence[tuple[int, np.ndarray]]) -> dict[int, EncoderOutput | str]:

@@ -193,11 +193,11 @@ def preview_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int
     """Return lines of text that show the first `num_rows` prepared training rows, with one line for consecutive tokens
     that are all learned or all masked."""
     table = open_table(folder, TRAIN_SPLIT)
-    shown_columns = [name for name in table.column_names if name not in {"images", "prompt_text"}]
+    previewed_columns = [name for name in table.column_names if name not in {"images", "prompt_text"}]
     preview_lines = []
-    for row in table.select(shown_columns).slice(0, num_rows).to_pylist():
+    for row in table.select(previewed_columns).slice(0, num_rows).to_pylist():
         preview_lines.append(f"{row[LOCATION_COLUMN]}:")
-        for sequence_name in [name.removesuffix("_ids") for name in shown_columns if name.endswith("_ids")]:
+        for sequence_name in [name.removesuffix("_ids") for name in previewed_columns if name.endswith("_ids")]:
             has_one_sequence, token_ids = sequence_name == "input", row[f"{sequence_name}_ids"]
             loss_mask = row.get("loss_mask" if has_one_sequence else f"{sequence_name}_mask") or [0] * len(token_ids)
             for is_learned, token_run in groupby(zip(loss_mask, token_ids, strict=True), key=itemgetter(0)):

@@ -182,18 +182,18 @@ def read_pass_rates(pass_rates_file: Path) -> dict[str, float | None]:
 
 def _check_pass_rate(row_spec: RecordSpec, row: Row, record: Record, location: str) -> None:
     pass_rates_by_key: Mapping[str, Any] = row if row_spec.pass_rates is None else row_spec.pass_rates
-    rate_key, rate_source = "pass_rate", "its row"
+    pass_rate_key, rate_source = "pass_rate", "its row"
     if row_spec.pass_rates is not None:
-        rate_key = record.values[list(row_spec.row_kind.columns).index("prompt_text")]
+        pass_rate_key = record.values[list(row_spec.row_kind.columns).index("prompt_text")]
         rate_source = "dataset.pass_rates"
         # Refuse images, because pass rates are stored by prompt text, and prompts of equal text may differ in images.
         if record.counts.get("images"):
             problem = f"{rate_source} are by the text of prompts without images"
             raise DataError(f"{location}: {problem}; use a column pass_rate")
-    if rate_key not in pass_rates_by_key:
+    if pass_rate_key not in pass_rates_by_key:
         requirement = f"which dataset.keep = {row_spec.pass_rate_range!r} needs"
         raise DataError(f"{location}: {rate_source} has no pass rate, {requirement}")
-    raw_pass_rate = pass_rates_by_key[rate_key]
+    raw_pass_rate = pass_rates_by_key[pass_rate_key]
     try:
         # A blank pass rate and NaN are unknown, because CSV files and pandas store null so.
         is_rate_unknown = raw_pass_rate is None or str(raw_pass_rate).strip().lower() in {"", "nan"}
@@ -205,11 +205,11 @@ def _check_pass_rate(row_spec: RecordSpec, row: Row, record: Record, location: s
 
 
 def _count_learned_end_tokens(record_batch: pa.RecordBatch, row_spec: RecordSpec) -> int:
-    num_learned_ends = 0
+    num_learned_end_tokens = 0
     for id_and_mask_columns in zip(row_spec.row_kind.token_id_columns, row_spec.row_kind.mask_columns, strict=False):
         ids, mask = (record_batch.column(name).values.to_numpy() for name in id_and_mask_columns)
-        num_learned_ends += int((np.isin(ids, row_spec.stop_ids) & (mask == 1)).sum())
-    return num_learned_ends
+        num_learned_end_tokens += int((np.isin(ids, row_spec.stop_ids) & (mask == 1)).sum())
+    return num_learned_end_tokens
 
 
 def read_images(
@@ -257,15 +257,15 @@ def _load_processor(
 T = TypeVar("T")
 
 
-def convert_turns(convert: Callable[[list[Message]], T], turns: list[Message]) -> tuple[T, bool]:
-    """Return the result of `convert(turns)`, and whether turns were merged before. They are merged if `convert` raises
-    RefusedRow, because the chat template refuses the original turns."""
+def convert_turns(convert_fn: Callable[[list[Message]], T], turns: list[Message]) -> tuple[T, bool]:
+    """Return the result of `convert_fn(turns)`, and whether turns were merged before. They are merged if `convert_fn`
+    raises RefusedRow, because the chat template refuses the original turns."""
     try:
-        return convert(turns), False
+        return convert_fn(turns), False
     except RefusedRow:
         for merged_turns in propose_merged_turns(turns):
             with suppress(RefusedRow):
-                return convert(merged_turns), True
+                return convert_fn(merged_turns), True
         raise
 
 
@@ -292,10 +292,10 @@ def make_conversation_record(
         return make_text_record(row_spec, text_tokens, location, has_merged_turns=has_merged_turns)
     processor = get_processor(row_spec)
     turns_with_placeholders, image_refs, images = read_images(row_spec, turns, row, location)
-    rendering, has_merged_turns = convert_turns(
+    text_and_spans, has_merged_turns = convert_turns(
         lambda turns: find_learned_spans(processor, turns, location, tools, row_spec.stop_ids), turns_with_placeholders
     )
-    tokens = expand_image_placeholders(processor, *rendering, images, location)
+    tokens = expand_image_placeholders(processor, *text_and_spans, images, location)
     if tokens.end_of_last_image > row_spec.max_tokens:
         raise SkippedRow(location, "longer than policy.model_max_length before the end of the last image")
     ids, mask = truncate_tokens((tokens.ids, tokens.mask), row_spec.max_tokens, location)

@@ -103,8 +103,8 @@ def load_rows(dataset: RowsConfig, config_key: str = "dataset", loader: UserData
     elif is_user_code(dataset.name) and loader:
         readers = [loader.make_row_reader(dataset.name, config_key)]
     elif dataset.name.startswith((".", "/", "~")) or dataset.name.count("/") > 1 or data_suffix(dataset.name):
-        searched_folders = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
-        problem = f"{config_key}.name = {str(path)!r}: it does not exist{searched_folders}"
+        searched_folders_text = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
+        problem = f"{config_key}.name = {str(path)!r}: it does not exist{searched_folders_text}"
         raise DataError(f"{problem}; give a file, a folder or a Hub id")
     else:
         readers = [_load_hub_split(dataset, split, config_key) for split in dataset.split]
@@ -150,11 +150,11 @@ def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Row
 def sample_held_out_mask(num_rows: int, test_size: int | float, seed: int) -> np.ndarray:
     """Return the mask of the held-out rows, bool, (num_rows,), chosen at random by the seed alone: `test_size` rows, or
     a fraction below 1 of all rows, which is rounded up. Raise DataError if no row would be left to train on."""
-    num_held_out = math.ceil(num_rows * test_size) if isinstance(test_size, float) else test_size
-    if num_held_out >= num_rows:
+    num_held_out_rows = math.ceil(num_rows * test_size) if isinstance(test_size, float) else test_size
+    if num_held_out_rows >= num_rows:
         raise DataError(f"test_size = {test_size} of {num_rows} rows leaves none to train on; lower dataset.test_size")
     held_out_mask = np.zeros(num_rows, dtype=bool)
-    held_out_mask[shuffled_indices(num_rows, seed)[:num_held_out]] = True
+    held_out_mask[shuffled_indices(num_rows, seed)[:num_held_out_rows]] = True
     return held_out_mask
 
 

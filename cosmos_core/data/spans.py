@@ -173,10 +173,10 @@ def _split_at_generation_prompt(
     return template_text, ""
 
 
-def _find_turn_end(text_after_completion: str, end_of_conversation: str, turn_end_tokens: Sequence[str]) -> str:
+def _find_turn_end(text_after_completion: str, text_after_last_completion: str, turn_end_tokens: Sequence[str]) -> str:
     """Return the text that ends a turn: the common prefix of the template's texts after a completion and after the last
     completion, up to the end of a token: `<|end|>` for the texts `<|end|><|user|>` and `<|end|><|endoftext|>`."""
-    common_prefix = text_after_completion[: common_prefix_length(text_after_completion, end_of_conversation)]
+    common_prefix = text_after_completion[: common_prefix_length(text_after_completion, text_after_last_completion)]
     token_ends = [common_prefix.rfind(token) + len(token) for token in turn_end_tokens if token in common_prefix]
     return common_prefix[: max(token_ends)] if token_ends else common_prefix
 

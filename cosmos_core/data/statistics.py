@@ -125,9 +125,9 @@ class SplitCounts:
         """Return lines about rows that were skipped, read from another column or merged, or that lack an end token."""
         lines = []
         if self._skipped_by_reason:
-            first_reasons = dict(islice(self._skipped_by_reason.items(), _MAX_LISTED_REASONS))
-            reasons = [f"{n.count} {reason} (first: {n.first_description})" for reason, n in first_reasons.items()]
-            if num_other_rows := self.num_skipped - sum(each.count for each in first_reasons.values()):
+            listed_counters = dict(islice(self._skipped_by_reason.items(), _MAX_LISTED_REASONS))
+            reasons = [f"{n.count} {reason} (first: {n.first_description})" for reason, n in listed_counters.items()]
+            if num_other_rows := self.num_skipped - sum(each.count for each in listed_counters.values()):
                 reasons.append(f"{num_other_rows} for other reasons")
             lines.append(f"{self.num_skipped} of {self.num_rows + self.num_skipped} rows skipped: {', '.join(reasons)}")
         text_by_count_name = {

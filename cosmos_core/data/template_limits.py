@@ -19,7 +19,7 @@ conversation of a million tokens takes less than one second."""
 MAX_TEMPLATE_BYTES = 2 << 30
 """Memory limit in bytes for the code in a `limit_resources` block, in addition to what the process already uses."""
 _PAGE_SIZE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_SIZE_REFRESH_SECONDS = 0.02
+_MEMORY_SIZE_REFRESH_SECONDS = 0.02
 """Time in seconds for which the measured memory size of the process is reused, because measuring it takes longer than
 rendering a short row."""
 _TEMPLATE_REMEDY = "mend the template, or leave the row out"
@@ -56,8 +56,8 @@ class _ProcessLimits:
     def ensure_timer_runs(self) -> None:
         """Start the timer unless it runs: a forked process has no timer, and other code can have stopped it."""
         if signal.getitimer(signal.ITIMER_REAL)[1] == 0:
-            interval_seconds = min(1.0, MAX_TEMPLATE_SECONDS / 10)
-            signal.setitimer(signal.ITIMER_REAL, interval_seconds, interval_seconds)
+            timer_interval_seconds = min(1.0, MAX_TEMPLATE_SECONDS / 10)
+            signal.setitimer(signal.ITIMER_REAL, timer_interval_seconds, timer_interval_seconds)
 
     def _raise_if_late(self, signal_number: int, stack_frame: FrameType | None) -> None:
         if time.monotonic() >= self.deadline:  # raise at each timer signal, since a destructor may ignore one error
@@ -65,11 +65,11 @@ class _ProcessLimits:
 
     def measure_size_bytes(self) -> int:
         """Return the size in bytes of this process's address space; a measured size is reused for
-        `_SIZE_REFRESH_SECONDS`."""
+        `_MEMORY_SIZE_REFRESH_SECONDS`."""
         if time.monotonic() >= self._next_measurement_time:
             with open("/proc/self/statm", "rb", buffering=0) as file:
                 self._address_space_bytes = int(file.read(64).split()[0]) * _PAGE_SIZE_BYTES
-            self._next_measurement_time = time.monotonic() + _SIZE_REFRESH_SECONDS
+            self._next_measurement_time = time.monotonic() + _MEMORY_SIZE_REFRESH_SECONDS
         return self._address_space_bytes
 
 
@@ -109,8 +109,8 @@ def limit_resources(code_description: str) -> Iterator[None]:
     except _TimeLimitExceeded as error:
         raise ModelError(f"{code_description} runs on beyond {MAX_TEMPLATE_SECONDS:g} s; {_TEMPLATE_REMEDY}") from error
     except MemoryError as error:
-        memory_text = f"{MAX_TEMPLATE_BYTES / 2**30:g} GiB of memory"
-        raise ModelError(f"{code_description} takes more than {memory_text}; {_TEMPLATE_REMEDY}") from error
+        memory_limit_text = f"{MAX_TEMPLATE_BYTES / 2**30:g} GiB of memory"
+        raise ModelError(f"{code_description} takes more than {memory_limit_text}; {_TEMPLATE_REMEDY}") from error
     finally:
         if is_main_thread:
             _process_limits.deadline = math.inf

@@ -56,8 +56,8 @@ def parse_sharegpt_calls(text: Any) -> tuple[str, list[Any]] | None:
         return None
     # Try the text after each </think>, because the arguments of a call may contain this tag.
     json_starts = (0, *(match.end() for match in re.finditer("</think>", text)))
-    start_and_json = ((i, json_value) for i in json_starts if (json_value := parse_json(text[i:])) is not None)
-    json_start, json_value = next(start_and_json, (0, None))
+    starts_and_values = ((i, json_value) for i in json_starts if (json_value := parse_json(text[i:])) is not None)
+    json_start, json_value = next(starts_and_values, (0, None))
     calls = json_value if isinstance(json_value, list) else [json_value]
     if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
         return None

@@ -21,14 +21,14 @@ def pop_turn_weight(turn: dict[str, Any], role: str, location: str) -> dict[str,
     if unsupported_keys := [*unsupported_keys, *filter(_SELECTION_KEY_REGEX.search, flag_keys)]:
         key = unsupported_keys[0]
         raise DataError(f"{location}: {key!r} is not read; a turn is learned as a whole (`weight` = 1) or not (0)")
-    weight_flags = {key: turn.pop(key) for key in _WEIGHT_KEYS if key in turn}
-    for key, value in weight_flags.items():
+    weight_values = {key: turn.pop(key) for key in _WEIGHT_KEYS if key in turn}
+    for key, value in weight_values.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise DataError(f"{location}: {key} = {str(value)[:40]}; a turn is learned (1) or not (0)")
         if value and key != "weight" and role != "assistant":
-            role_rule = "only turns of the assistant are learned"
-            raise DataError(f"{location}: {key} = {value}, but {role_rule}; leave {key} out")
-    return {} if all(weight_flags.values()) else {"weight": 0}
+            role_rule_text = "only turns of the assistant are learned"
+            raise DataError(f"{location}: {key} = {value}, but {role_rule_text}; leave {key} out")
+    return {} if all(weight_values.values()) else {"weight": 0}
 
 
 def _is_flag_value(value: Any) -> bool:

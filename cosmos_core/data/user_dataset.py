@@ -68,21 +68,21 @@ class UserDatasetLoader:
         algorithm = self._recipe.train.train_policy
         if not algorithm.data_packer:
             return None
-        setting = f"train.train_policy.data_packer = {algorithm.data_packer!r}"
+        setting_text = f"train.train_policy.data_packer = {algorithm.data_packer!r}"
         user_object = import_user_code(algorithm.data_packer)
         defined_methods = vars(user_object if inspect.isclass(user_object) else type(user_object))
         if unsupported_methods := [name for name in _UNSUPPORTED_METHODS if name in defined_methods]:
             problem = "which nothing calls here: batches are made by the model's adapter"
             remedy = "remove it, or write an algorithm of your own"
-            raise ConfigError(f"{setting} has {', '.join(unsupported_methods)}, {problem}; {remedy}")
+            raise ConfigError(f"{setting_text} has {', '.join(unsupported_methods)}, {problem}; {remedy}")
         method_name = load_tokenised_kind(algorithm.rows).packer_method
-        with convert_user_code_errors(setting, user_object):
+        with convert_user_code_errors(setting_text, user_object):
             packer = _instantiate_user_object(user_object, self._recipe)
             self._call_setup(packer)
         packer_method = getattr(packer, method_name, None) if method_name else None
         if packer_method is None:
             method_problem = f"{method_name}, which it does not have" if method_name else "none; leave it out"
-            raise ConfigError(f"{setting}: a training on {algorithm.rows} calls {method_problem}")
+            raise ConfigError(f"{setting_text}: a training on {algorithm.rows} calls {method_problem}")
         return partial(_apply_packer, packer_method, algorithm)
 
     def _call_setup(self, user_object: Any) -> None:
@@ -90,8 +90,8 @@ class UserDatasetLoader:
             return
         parameters = list(inspect.signature(user_object.setup).parameters.values())[1:]
         # Ignore variable parameters such as `*args`, because they do not show that `setup` needs the tokenizer.
-        named_kinds = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
-        named_parameters = (each for each in parameters if each.kind in named_kinds)
+        named_parameter_kinds = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        named_parameters = (each for each in parameters if each.kind in named_parameter_kinds)
         needs_tokenizer = any(each.name == "tokenizer" or each.default is each.empty for each in named_parameters)
         user_object.setup(*(self._recipe, self._load_tokenizer())[: 1 + needs_tokenizer])
 
@@ -100,8 +100,8 @@ def _convert_tuples_to_lists(recipe_value: Any) -> Any:
     """Return a recipe, or a value in it, with lists in place of tuples, as user code for Cosmos-RL expects them."""
     if isinstance(recipe_value, Table):
         return recipe_value.copy_with(**{name: _convert_tuples_to_lists(value) for name, value in recipe_value})
-    is_sequence = isinstance(recipe_value, tuple)
-    return [_convert_tuples_to_lists(value) for value in recipe_value] if is_sequence else recipe_value
+    is_tuple = isinstance(recipe_value, tuple)
+    return [_convert_tuples_to_lists(value) for value in recipe_value] if is_tuple else recipe_value
 
 
 def _instantiate_user_object(user_object: Any, recipe: Recipe) -> Any:
@@ -132,12 +132,12 @@ def _apply_packer(packer_method: Callable[[Any], Any], algorithm: AlgorithmConfi
     """Convert a row with a method of a data packer. A prompt that the packer returns as text, turns or object keeps the
     columns with the row's reference answer."""
     with convert_user_code_errors(location, packer_method):
-        packed_item = packer_method(row)
-    packed_row = _convert_item(packed_item, algorithm, location)
-    if isinstance(packed_item, dict) or not isinstance(algorithm, RlConfig):
-        return packed_row
+        packer_output = packer_method(row)
+    packer_row = _convert_item(packer_output, algorithm, location)
+    if isinstance(packer_output, dict) or not isinstance(algorithm, RlConfig):
+        return packer_row
     kept_columns = {*_REFERENCE_COLUMNS, _get_reference_column(algorithm)}
-    return {name: value for name, value in row.items() if name in kept_columns} | packed_row
+    return {name: value for name, value in row.items() if name in kept_columns} | packer_row
 
 
 _REFERENCE_COLUMNS = ("answer", "response", "solution", "result", "ground_truth", "reward_model", "reference_answer")
@@ -159,8 +159,8 @@ def _convert_item(item: Any, algorithm: AlgorithmConfig, location: str) -> Row:
         return {text_column: list(item)}
     prompt_or_turns = getattr(item, "conversation", None) or getattr(item, "prompt", None)
     if prompt_or_turns is None:
-        item_rule = "the rule is a dict, a list of turns, a string, or an object with prompt or conversation"
-        raise DataError(f"{location} is a {type(item).__name__}; {item_rule}")
+        supported_items_text = "the rule is a dict, a list of turns, a string, or an object with prompt or conversation"
+        raise DataError(f"{location} is a {type(item).__name__}; {supported_items_text}")
     reference_response = getattr(item, "reference_answer", None)
     return _convert_item(prompt_or_turns, algorithm, location) | _make_reference_row(reference_response, algorithm)
 

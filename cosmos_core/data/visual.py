@@ -52,11 +52,11 @@ def expand_image_placeholders(
         )
     bos_token = processor.tokenizer.bos_token
 
-    def make_refusal(error: Exception) -> Exception:
+    def convert_processor_error(error: Exception) -> Exception:
         problem = f"the model's processor refuses the row: {' '.join(str(error).split())}"
         return error if is_transient(error) else DataError(f"{location}: {problem}")
 
-    with convert_errors(make_refusal):
+    with convert_errors(convert_processor_error):
         processor_output: Any = processor(
             text=[rendered_text],
             images=[images] if images else None,
@@ -81,10 +81,10 @@ def expand_image_placeholders(
         mask |= make_span_token_mask(expanded_learned_span, token_start_offsets, token_end_offsets)
     for _, expanded_span in image_spans:
         image_mask |= make_span_token_mask(expanded_span, token_start_offsets, token_end_offsets)
-    media_types = np.array(ProcessorMixin.create_mm_token_type_ids(processor, [ids])[0])
-    media_words = np.array(ids)[(media_types > 0) & ~image_mask]
-    if images and len(media_words) and "text_replacement_offsets" in processor_output:
-        problem = f"the text has the word {processor.tokenizer.decode(media_words[:1])!r}"
+    media_type_ids = np.array(ProcessorMixin.create_mm_token_type_ids(processor, [ids])[0])
+    other_media_token_ids = np.array(ids)[(media_type_ids > 0) & ~image_mask]
+    if images and len(other_media_token_ids) and "text_replacement_offsets" in processor_output:
+        problem = f"the text has the word {processor.tokenizer.decode(other_media_token_ids[:1])!r}"
         raise DataError(f"{location}: {problem}, which the model takes for a part of an image; leave the row out")
     end_of_last_image = int(np.flatnonzero(image_mask)[-1]) + 1 if image_mask.any() else 0
     return ImageTextTokens(ids, (mask & ~image_mask).astype(int).tolist(), int(image_mask.sum()), end_of_last_image)

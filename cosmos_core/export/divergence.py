@@ -50,8 +50,10 @@ def load_text_rows(folder: Path, max_length: int) -> tuple[str, list[TokenIds]]:
     `DataError` if the folder has no prepared rows of text."""
     split_name = VALIDATION_SPLIT if has_split(folder, VALIDATION_SPLIT) else TRAIN_SPLIT
     rows_table = open_table(folder, split_name)
-    names = [name for name in rows_table.column_names if name.endswith("_ids")]
-    ids_and_image_counts = zip(rows_table[names[0]] if names else (), RowImages(rows_table).num_images, strict=False)
+    id_columns = [name for name in rows_table.column_names if name.endswith("_ids")]
+    ids_and_image_counts = zip(
+        rows_table[id_columns[0]] if id_columns else (), RowImages(rows_table).num_images, strict=False
+    )
     token_id_rows = (ids.as_py() for ids, num_images in ids_and_image_counts if not num_images)
     truncated_rows = (row[: min(MAX_COMPARED_TOKENS, max_length - 1)] for row in token_id_rows if len(row) > 1)
     selected_rows = list(islice(truncated_rows, MAX_COMPARED_ROWS))
@@ -72,19 +74,19 @@ def measure_divergence(folder: Path, use_vllm: bool, rows: Sequence[TokenIds], r
     """Return the divergence of the quantised model in `folder` from the exported model, whose log-probabilities are in
     `reference_folder`. Raise `StageFailed` if the divergence is not less than that of a uniform distribution: the
     quantised model is broken."""
-    kl_sums, token_counts, uniform_kl_sum, num_same_top_tokens = [], [], 0.0, 0
+    row_kl_sums, token_counts, uniform_kl_sum, num_same_top_tokens = [], [], 0.0, 0
     for row_index, logprobs_TV in enumerate(_compute_logprobs(folder, use_vllm, rows)):
         reference_logprobs_TV = torch.from_numpy(np.load(reference_folder / f"{row_index}.npy")).double()
         kl_T = (reference_logprobs_TV.exp() * (reference_logprobs_TV - logprobs_TV.double())).sum(-1)
         entropy_T = -(reference_logprobs_TV.exp() * reference_logprobs_TV).sum(-1)
-        kl_sums.append(float(kl_T.sum()))
+        row_kl_sums.append(float(kl_T.sum()))
         token_counts.append(len(kl_T))
         uniform_kl_sum += float((math.log(reference_logprobs_TV.shape[-1]) - entropy_T).sum())
         num_same_top_tokens += int((reference_logprobs_TV.argmax(-1) == logprobs_TV.argmax(-1)).sum())
     num_tokens = sum(token_counts)
-    row_kls = np.array(kl_sums) / np.array(token_counts)
-    standard_error = float(row_kls.std(ddof=1) / math.sqrt(len(row_kls))) if len(row_kls) > 1 else 0.0
-    kl, uniform_kl = sum(kl_sums) / num_tokens, uniform_kl_sum / num_tokens
+    row_mean_kls = np.array(row_kl_sums) / np.array(token_counts)
+    standard_error = float(row_mean_kls.std(ddof=1) / math.sqrt(len(row_mean_kls))) if len(row_mean_kls) > 1 else 0.0
+    kl, uniform_kl = sum(row_kl_sums) / num_tokens, uniform_kl_sum / num_tokens
     divergence = Divergence(kl, standard_error, num_same_top_tokens / num_tokens, uniform_kl, num_tokens)
     if not divergence.kl < divergence.uniform_kl:  # unlike `>=`, `not <` is also True for NaN
         kl_text = f"its divergence from the exported model is {divergence.kl:.3g} nats per token"

@@ -91,11 +91,11 @@ def run(stage: Stage) -> Outcome:
         quantized_outcome = _load_outcome_or_run(stage, plan.format_name, write_model)
         folder = stage.path / quantized_outcome.outputs[0]
         verify_model = partial(_verify_quantized_model, stage, plan, unquantized_outcome, folder, rows)
-        verification = _load_outcome_or_run(stage, f"{plan.format_name}-proof", verify_model)
+        check_outcome = _load_outcome_or_run(stage, f"{plan.format_name}-proof", verify_model)
         model_card = (stage.path / str(unquantized_outcome.info["model"]) / "README.md").read_text(encoding="utf-8")
-        write_text(folder / "README.md", model_card + _build_card_section(plan, verification, split_name, len(rows)))
+        write_text(folder / "README.md", model_card + _build_card_section(plan, check_outcome, split_name, len(rows)))
         output_paths += quantized_outcome.outputs
-        metrics |= quantized_outcome.metrics | verification.metrics
+        metrics |= quantized_outcome.metrics | check_outcome.metrics
         folder_by_format[plan.format_name] = quantized_outcome.outputs[0]
     shutil.rmtree(logprobs_folder)
     return Outcome(tuple(output_paths), metrics, {**unquantized_outcome.info, "formats": folder_by_format})
@@ -166,8 +166,8 @@ def _load_outcome_or_run(stage: Stage, operation_name: str, operation: Callable[
 def _write_quantized_model(stage: Stage, plan: QuantPlan, unquantized_outcome: Outcome) -> Outcome:
     """Quantise the unquantised model to the format of a plan. The model is written to a temporary folder, which is
     renamed when it is complete."""
-    relative_target = f"{plan.format_name}/step_{unquantized_outcome.info['step']}"
-    target_folder = stage.path / relative_target
+    relative_folder = f"{plan.format_name}/step_{unquantized_outcome.info['step']}"
+    target_folder = stage.path / relative_folder
     incomplete_folder = target_folder.with_name(f".{stage.fingerprint[:16]}.partial")
     shutil.rmtree(target_folder, ignore_errors=True)
     stage.progress.phase("export")
@@ -191,7 +191,7 @@ def _write_quantized_model(stage: Stage, plan: QuantPlan, unquantized_outcome: O
         quantize_folder(unquantized_folder, incomplete_folder, plan.quant_scheme, plan.linear_layers, on_file_quantized)
     incomplete_folder.rename(target_folder)
     num_bytes = sum(file.stat().st_size for file in target_folder.iterdir() if file.suffix in {".safetensors", ".gguf"})
-    return Outcome((relative_target,), {f"export/{plan.format_name}/bytes": float(num_bytes)})
+    return Outcome((relative_folder,), {f"export/{plan.format_name}/bytes": float(num_bytes)})
 
 
 def _verify_quantized_model(
@@ -214,7 +214,7 @@ def _verify_quantized_model(
     if benchmark_result is not None and plan.is_loaded_by_vllm:
         scratch_folder = stage.path / _LOGPROBS_FOLDER / f"{plan.format_name}-{_BENCHMARK_PREFIX}"
         benchmark_arguments = (quantized_folder, find_source_stage(Path(benchmark_result["path"])), scratch_folder)
-        scores = _run_in_fresh_interpreter(stage, _run_benchmarks, *benchmark_arguments, progress_file=scratch_folder)
+        scores = _run_in_fresh_interpreter(stage, _run_benchmarks, *benchmark_arguments, stage_folder=scratch_folder)
         for name, score in scores.items():
             metrics[name] = score
             if not name.endswith("_stderr"):
@@ -223,12 +223,12 @@ def _verify_quantized_model(
 
 
 def _run_in_fresh_interpreter(
-    stage: Stage, function: Callable[..., Any], folder: Path, *arguments: Any, progress_file: Path | None = None
+    stage: Stage, function: Callable[..., Any], folder: Path, *arguments: Any, stage_folder: Path | None = None
 ) -> Any:
     """Call `function(folder, *arguments)` in a separate Python process, and return the result. Raise `Preempted` if a
     stop was requested, and `StageFailed` if the function failed.
 
-    The function must end within an hour, unless it runs another stage. For such a function, `progress_file` is the
+    The function must end within an hour, unless it runs another stage. For such a function, `stage_folder` is the
     folder of the other stage, whose heartbeats are forwarded to `stage`."""
     heartbeats_at_last_check = 0
 
@@ -236,14 +236,14 @@ def _run_in_fresh_interpreter(
         nonlocal heartbeats_at_last_check
         if stage.stop_requested:
             raise Preempted(f"stage {stage.name!r}: stopped while {folder} was compared; what was written is kept")
-        benchmark_progress = read_progress(progress_file) if progress_file else None
+        benchmark_progress = read_progress(stage_folder) if stage_folder else None
         if benchmark_progress and benchmark_progress.beats != heartbeats_at_last_check:
             heartbeats_at_last_check = benchmark_progress.beats
             stage.progress.beat()
 
     stage.progress.beat()
     with open_interpreter_pool() as pool:
-        timeout_seconds = None if progress_file else _VERIFICATION_TIMEOUT_SECONDS
+        timeout_seconds = None if stage_folder else _VERIFICATION_TIMEOUT_SECONDS
         return call_in_interpreter(pool, function, (folder, *arguments), timeout_seconds, folder, forward_heartbeat)
 
 
@@ -270,7 +270,7 @@ def _run_benchmarks(model_folder: Path, stage_path: Path, scratch_folder: Path) 
 def _build_card_section(quant_plan: QuantPlan, verification_outcome: Outcome, split_name: str, num_rows: int) -> str:
     metric_prefix = f"export/{quant_plan.format_name}/"
     plan_metrics = {name.removeprefix(metric_prefix): value for name, value in verification_outcome.metrics.items()}
-    split_text = "held-out" if split_name == VALIDATION_SPLIT else "training"
+    split_label = "held-out" if split_name == VALIDATION_SPLIT else "training"
     quantization_method_text = f"rounded to nearest, by compressed-tensors {version('compressed-tensors')}"
     loading_text, engine_text = f"Loaded by vLLM {vllm_version()}", ""
     if quant_plan.linear_layers is None:
@@ -283,7 +283,7 @@ def _build_card_section(quant_plan: QuantPlan, verification_outcome: Outcome, sp
         f"- {quant_plan.description}, {quantization_method_text}",
         f"- {loading_text}",
         f"- Divergence KL(bf16 || {quant_plan.format_name}): {plan_metrics['kl']:.3g} nats per token (standard error "
-        f"{plan_metrics['kl_stderr']:.2g}) on {verification_outcome.info['tokens']} tokens of {num_rows} {split_text} "
+        f"{plan_metrics['kl_stderr']:.2g}) on {verification_outcome.info['tokens']} tokens of {num_rows} {split_label} "
         f"rows{engine_text}",
         f"- The most likely token is that of bf16 for {plan_metrics['same_top_token']:.2%} of them", "",
     ]  # fmt: skip

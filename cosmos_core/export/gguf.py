@@ -14,7 +14,7 @@ from cosmos_core.errors import StageFailed
 GGUF_FORMAT = "gguf"
 GGUF_FILE = "model.gguf"
 CONVERTER_PROGRAM = "convert_hf_to_gguf.py"
-_POLL_SECONDS = 1.0
+_POLL_INTERVAL_SECONDS = 1.0
 
 
 def find_gguf_problem() -> str:
@@ -40,7 +40,7 @@ def write_gguf(source_folder: Path, target_folder: Path, on_poll: Callable[[], N
             while converter.poll() is None:
                 on_poll()
                 with suppress(subprocess.TimeoutExpired):
-                    converter.wait(_POLL_SECONDS)
+                    converter.wait(_POLL_INTERVAL_SECONDS)
         finally:
             converter.kill()
             converter.wait()

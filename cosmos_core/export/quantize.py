@@ -59,14 +59,14 @@ def find_layers(model: PreTrainedModel) -> LinearLayers:
     path = find_layers_path(model)
     linear_modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     block_layers = {name: module for name, module in linear_modules.items() if path and name.startswith(f"{path}.")}
-    class_name = type(model).__name__
+    model_class_name = type(model).__name__
     expert_names = [n for n, p in model.named_parameters() if path and n.startswith(f"{path}.") and p.ndim == 3]
     expert_names += [name for name in block_layers if ".experts." in name]
     if expert_names:
         problem = f"is a mixture of experts ({expert_names[0]}), whose fused weights are not quantised"
-        raise ModelError(f"{class_name} {problem}; leave the quantised formats out of export.formats")
+        raise ModelError(f"{model_class_name} {problem}; leave the quantised formats out of export.formats")
     if not block_layers:
-        raise ModelError(f"{class_name} has no linear layers in decoder blocks to quantise; see export.formats")
+        raise ModelError(f"{model_class_name} has no linear layers in decoder blocks to quantise; see export.formats")
     # Match weights by identity, because they may have other names in the exported files than in the modules.
     saved_tensors = revert_weight_conversion(model, dict(model.state_dict(keep_vars=True)))
     key_by_tensor_id = {id(tensor): key for key, tensor in saved_tensors.items()}
@@ -106,42 +106,42 @@ def describe_format(format_name: str, scheme: QuantizationScheme, layers: Linear
 
 def quantize_folder(
     source_folder: Path,
-    target: Path,
+    target_folder: Path,
     scheme: QuantizationScheme,
     linear_layers: LinearLayers,
     on_file_quantized: Callable[[int, int], None] = lambda num_finished, num_files: None,
 ) -> None:
-    """Write a quantised copy of the model in `source_folder` to the folder `target`; files without weights are copied
-    unchanged. Weight files that an interrupted call has written to `target` are kept. `on_file_quantized` is called
-    after each weight file with the number of finished files and of all files. Raise `ModelError` if `source_folder` has
-    no complete safetensors files."""
-    target.mkdir(parents=True, exist_ok=True)
+    """Write a quantised copy of the model in `source_folder` to `target_folder`; files without weights are copied
+    unchanged. Weight files that an interrupted call has written to `target_folder` are kept. `on_file_quantized` is
+    called after each weight file with the number of finished files and of all files. Raise `ModelError` if
+    `source_folder` has no complete safetensors files."""
+    target_folder.mkdir(parents=True, exist_ok=True)
     weight_paths, read_problem = weight_files(str(source_folder), None)
     if read_problem:
         raise ModelError(f"export: {source_folder}: {read_problem}")
     for file_number, file in enumerate(map(Path, weight_paths), start=1):
-        if not (target / file.name).exists():
-            _quantize_file(file, target / file.name, scheme, linear_layers)
+        if not (target_folder / file.name).exists():
+            _quantize_file(file, target_folder / file.name, scheme, linear_layers)
         on_file_quantized(file_number, len(weight_paths))
     for other_file in source_folder.iterdir():
         if other_file.is_dir():  # copy the subfolder of the LoRA adapter
-            shutil.copytree(other_file, target / other_file.name, dirs_exist_ok=True)
+            shutil.copytree(other_file, target_folder / other_file.name, dirs_exist_ok=True)
         elif other_file.suffix != ".safetensors" and other_file.name != _INDEX_FILE:
-            shutil.copyfile(other_file, target / other_file.name)
+            shutil.copyfile(other_file, target_folder / other_file.name)
     if (source_folder / _INDEX_FILE).exists():
-        target_files, weight_map = [target / Path(file).name for file in weight_paths], dict[str, str]()
+        target_files, weight_map = [target_folder / Path(file).name for file in weight_paths], dict[str, str]()
         for target_file in target_files:
             with safe_open(target_file, framework="pt") as reader:
                 weight_map |= dict.fromkeys(reader.keys(), target_file.name)
         total_size = sum(target_file.stat().st_size for target_file in target_files)
         weight_index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(target / _INDEX_FILE, weight_index)
+        write_json(target_folder / _INDEX_FILE, weight_index)
     quantization_config = QuantizationConfig(
         config_groups={"group_0": scheme}, format=str(scheme.format), ignore=linear_layers.ignored_modules,
         quantization_status=QuantizationStatus.COMPRESSED,
     )  # fmt: skip
-    ModelCompressor(quantization_config=quantization_config).update_config(str(target))
-    sync_folder(target)
+    ModelCompressor(quantization_config=quantization_config).update_config(str(target_folder))
+    sync_folder(target_folder)
 
 
 def _quantize_file(file: Path, target_file: Path, scheme: QuantizationScheme, linear_layers: LinearLayers) -> None:

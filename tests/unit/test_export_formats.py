@@ -329,12 +329,12 @@ def test_a_stage_lives_while_its_benchmarks_do_and_a_stop_ends_them(tmp_path: Pa
     with ThreadPoolExecutor(1) as thread:
         thread.submit(release)
         followed = tmp_path / "first"
-        said = _run_in_fresh_interpreter(stage, beat_until_released, tmp_path, followed, progress_file=followed)
+        said = _run_in_fresh_interpreter(stage, beat_until_released, tmp_path, followed, stage_folder=followed)
         assert said == "released"
     stage.stop_requested = True
     followed = tmp_path / "second"
     with pytest.raises(Preempted, match="stopped while"):
-        _run_in_fresh_interpreter(stage, beat_until_released, tmp_path, followed, progress_file=followed)
+        _run_in_fresh_interpreter(stage, beat_until_released, tmp_path, followed, stage_folder=followed)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])

@@ -120,7 +120,7 @@ class PromptsKind(TokenisedKind):
         prompt_column = algorithm.prompt_column_name if isinstance(algorithm, RlConfig) else ""
         reward_columns_json = serialise_row_for_rewards(reward_columns, messages, prompt_column)
         text: Any = row.get(RENDERED_COLUMN)
-        has_merged_turns, counts = False, dict[str, int]()
+        has_merged_turns, image_counts = False, dict[str, int]()
         processor = get_processor(row_spec) if has_images and text is None else None
         turns, image_refs, images = read_images(row_spec, messages, row, location) if processor else (messages, [], [])
         if text is None:
@@ -131,22 +131,22 @@ class PromptsKind(TokenisedKind):
             ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         else:
             tokens = expand_image_placeholders(processor, text, [], images, location)
-            ids, counts = tokens.ids, {"images": len(image_refs), "image_tokens": tokens.num_image_tokens}
-            counts["sized_images"] = int(has_image_sizes(messages))
+            ids, image_counts = tokens.ids, {"images": len(image_refs), "image_tokens": tokens.num_image_tokens}
+            image_counts["sized_images"] = int(has_image_sizes(messages))
         if len(ids) > row_spec.max_tokens:
             raise SkippedRow(location, "with a prompt that leaves no room for a completion in policy.model_max_length")
         check_tools(tools, text, location)
         image_cells = [image_refs] if has_images else []
         record_values = (ids, text, reference_response, reward_columns_json, *image_cells, location)
-        return Record(record_values, has_merged_turns, counts)
+        return Record(record_values, has_merged_turns, image_counts)
 
 
 def _read_prompt_row(
     row: Row, location: str, algorithm: AlgorithmConfig, *, with_images: bool, keeps_last_turn: bool = False
 ) -> tuple[list[Message], str]:
     if isinstance(algorithm, RlConfig):
-        reader_arguments = (algorithm.prompt_column_name, algorithm.response_column_name, algorithm.system_prompt)
-        return read_prompt(row, location, *reader_arguments, keeps_last_turn=keeps_last_turn, with_images=with_images)
+        prompt_settings = (algorithm.prompt_column_name, algorithm.response_column_name, algorithm.system_prompt)
+        return read_prompt(row, location, *prompt_settings, keeps_last_turn=keeps_last_turn, with_images=with_images)
     # Read held-out rows of supervised learning like the training rows, so that both are rendered in the same form.
     assert isinstance(algorithm, SupervisedConfig)
     if not isinstance(row, ColumnTrackingRow):
@@ -163,8 +163,8 @@ def serialise_row_for_rewards(row: Row, prompt: list[Message], prompt_column: st
     prompt_values = [row[present_prompt_column]] if present_prompt_column in row else [*row.values()]
     turn_contents = [turn["content"] for turn in prompt if turn["role"] != "system"]
     is_text = len(turn_contents) == 1 and isinstance(turn_contents[0], str) and turn_contents[0] in prompt_values
-    other_columns = {name: value for name, value in row.items() if name not in _MEDIA_COLUMNS}
-    return json.dumps(_to_plain_json({**other_columns, "prompt": turn_contents[0] if is_text else prompt}), default=str)
+    kept_columns = {name: value for name, value in row.items() if name not in _MEDIA_COLUMNS}
+    return json.dumps(_to_plain_json({**kept_columns, "prompt": turn_contents[0] if is_text else prompt}), default=str)
 
 
 def _to_plain_json(row_value: Any) -> Any:

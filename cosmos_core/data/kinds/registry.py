@@ -5,13 +5,13 @@ from functools import cache
 from cosmos_core.data.kinds.base import RowKind, TokenisedKind
 from cosmos_core.registry import list_defined_names, load_class
 
-_PACKAGE, _CLASS_SUFFIX = "cosmos_core.data.kinds", "Kind"
+_KINDS_PACKAGE, _KIND_CLASS_SUFFIX = "cosmos_core.data.kinds", "Kind"
 
 
 @cache
 def load_row_kind(name: str) -> RowKind:
     """Return the kind of rows named `name`; raise ConfigError if no kind of rows has this name."""
-    return load_class(name, _PACKAGE, _CLASS_SUFFIX)()
+    return load_class(name, _KINDS_PACKAGE, _KIND_CLASS_SUFFIX)()
 
 
 def load_tokenised_kind(name: str) -> TokenisedKind:
@@ -24,4 +24,4 @@ def load_tokenised_kind(name: str) -> TokenisedKind:
 @cache
 def list_row_kind_names() -> tuple[str, ...]:
     """Return the names of all kinds of rows."""
-    return tuple(list_defined_names(_PACKAGE, _CLASS_SUFFIX))
+    return tuple(list_defined_names(_KINDS_PACKAGE, _KIND_CLASS_SUFFIX))
