@@ -46,7 +46,7 @@ class RewardError(CosmosError, ValueError):
 
 
 class Preempted(CosmosError):
-    """Error for a process that was asked to stop and has saved a checkpoint."""
+    """Error for a process that was asked to stop and may have saved a checkpoint first; the run can be resumed."""
 
     exit_code = EXIT_PREEMPTED
 

@@ -88,9 +88,9 @@ def measure_worker_machine(
     """Return the hardware and libraries of the interpreter that runs the stages, measured once in the life of this
     process.
 
-    `python_path` is the path of that interpreter; empty: the interpreter of this process. With `may_use_ray`, the
-    interpreter runs on the Ray cluster of `RAY_ADDRESS` if this variable is set, as groups of ranks do. Raises
-    `ConfigError` if the interpreter does not run, `StageFailed` if it or the cluster does not respond.
+    `python_path` is the path of that interpreter; empty: the interpreter of this process. With `may_use_ray`, a task on
+    the Ray cluster of `RAY_ADDRESS` measures the machine, if this variable is set, because the ranks of a training run
+    there. Raises `ConfigError` if the interpreter does not run, `StageFailed` if it or the cluster does not respond.
     """
     ray_address = os.environ.get("RAY_ADDRESS", "") if may_use_ray else ""
     return _measure_machine(tuple(libraries), python_path, ray_address, os.environ.get("CUDA_VISIBLE_DEVICES"))

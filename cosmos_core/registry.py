@@ -124,7 +124,7 @@ def suggest_names(name: str, known_names: list[str]) -> str:
 
 def locate_code(import_path: str) -> Path:
     """Return the file of a user's code at an import path, without importing it or its packages. Raises `ConfigError` if
-    the file or module does not exist, or has nothing of that name."""
+    the file or module does not exist, or does not define the object that the path names."""
     code_file, object_name = _find_code_file(import_path), import_path.rpartition(":")[2]
     if (top_level_names := _read_top_level_names(code_file)) is not None and object_name not in top_level_names:
         suggestion_text = suggest_names(object_name, sorted(top_level_names)) if top_level_names else ""

@@ -27,7 +27,7 @@ _GLOO_CONNECTION_LOST_PATTERN = re.compile(r"/gloo/.*Connection (closed|reset) b
 _CODE_ERRORS = (LookupError, NameError, TypeError, AttributeError, AssertionError, FileNotFoundError, PermissionError)
 """Classes of programming errors. Their `__context__`, the error that was being handled, is not examined as a cause."""
 _TRANSIENT_HTTP_STATUSES = {408, 425, 429}
-"""Transient HTTP statuses below 500."""
+"""HTTP status codes below 500 after which a retry may succeed, such as a timeout or too many requests."""
 
 
 def is_transient(error: BaseException) -> bool:

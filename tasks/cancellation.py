@@ -59,9 +59,9 @@ def wait_unless_cancelled(pending_futures: Collection[futures.Future[Any]]) -> b
 
 def is_cancelled(*, repeats_requests: bool = False) -> bool | None:
     """Return True if the current flow run was cancelled or suspended, for example with the Pause button of Prefect's
-    UI. The same holds for the parent flow run whose stage the current flow run executes. Return None if the server does
-    not respond; with `repeats_requests`, after repeating the request for minutes. Return False outside of a flow run,
-    and if the flow run was deleted."""
+    UI, or if this has happened to the parent flow run whose stage it executes. Return None if the server does not
+    respond; with `repeats_requests`, after repeating the request for minutes. Return False outside of a flow run, and
+    if the flow run was deleted."""
     if not flow_run.id:
         return False
     try:

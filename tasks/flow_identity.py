@@ -23,7 +23,8 @@ RUN_ID_VARIABLE = "COSMOS_RUN_ID"
 
 
 def derive_name_and_parameters(flow: Flow[..., Any], arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the run name of a flow for `arguments`, and all its parameters; raise ConfigError if one is invalid."""
+    """Return the name of the run of a flow that is called with `arguments`, and all parameters of this call, including
+    defaults; raise ConfigError if an argument is invalid."""
     try:
         return derive_run_identity(flow, flow.validate_parameters(get_call_parameters(flow.fn, (), dict(arguments))))
     except (ParameterBindError, ParameterTypeError) as error:

@@ -99,7 +99,7 @@ class PythonFlowState:
     """State of the flow: `running`, `failed`, `completed`, or empty if it completed without waiting for a stage."""
     run: Run | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    """Keys of `[pipeline]` that `configure_run` has set for the run."""
+    """Settings of the table `[pipeline]` that `configure_run` has set for the run, by key."""
     futures: dict[str, Any] = field(default_factory=dict)
     """Futures of the submitted stages, by the name of the stage."""
     calls: dict[str, tuple[StageCall, Path]] = field(default_factory=dict)

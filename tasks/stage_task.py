@@ -112,7 +112,9 @@ class StageTask(Task[Any, StageHandle]):
         return stage_future
 
     def map(self, *arguments: Any, wait_for: Any = None, return_state: bool = False, **settings: Any) -> Any:
-        """Submit a stage for each element of the arguments that are lists, in their order; return the futures."""
+        """Submit one stage for each element of the arguments that are lists, which must have equal lengths; other
+        arguments are the same for all stages. Return the futures in the order of the lists or, if `return_state` is
+        true, wait and return the final states."""
         parameters = get_call_parameters(self.fn, arguments, settings, apply_defaults=False)
         stage_futures = []
         for call in expand_mapping_parameters(self.fn, parameters):

@@ -137,7 +137,8 @@ def _make_text_completion(text: str) -> Completion:
 
 
 def make_media_groups(prompts: Sequence[Prompt], num_frames: int, frame_size: tuple[int, int]) -> list[Group]:
-    """Return made-up images, or videos of several frames, of height and width `frame_size` for each prompt."""
+    """Return a group of made-up images for each prompt or, if `num_frames` is larger than 1, of made-up videos.
+    `frame_size`: height and width in pixels."""
     return [Group(prompt, _make_media_completions(num_frames, *frame_size), 0) for prompt in prompts]
 
 

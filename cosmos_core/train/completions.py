@@ -214,7 +214,8 @@ def _repeated_ngram_fraction(token_ids: Sequence[int]) -> float:
 
 
 def _check_for_collapse(initial_means: _TextMeans, recent_means: _TextMeans) -> Iterator[tuple[str, bool, str]]:
-    """For length, repetition and entropy of completions, yield the name, whether the value collapsed, and a warning."""
+    """Compare the mean length, repetition and entropy of completions in recent steps with those in the first steps. For
+    each of the three, yield its name, whether completions have collapsed, and a warning."""
     length_comparison = f"{recent_means['length']:.3g} tokens, {initial_means['length']:.3g} at first"
     yield "length", recent_means["length"] < initial_means["length"] / 4, f"completions have {length_comparison}"
     is_repetitive = recent_means["repetition"] > max(0.5, initial_means["repetition"] + 0.25)

@@ -61,7 +61,8 @@ class TrainingEstimate:
     peak: int
     """Bytes of memory of one GPU at the peak of a train step, the sum over all uses."""
     engine_weights: int
-    """Bytes of weights that the rollout engine holds itself; 0 if it uses the trainer's weights."""
+    """Bytes of memory of one GPU for the rollout engine's own copy of the weights; 0 if it uses the trainer's
+    weights."""
     kv_cache: int | None
     """Bytes of the rollout engine's KV cache if all concurrent sequences have their maximum length; None: unknown."""
     sequence_length: int
@@ -283,7 +284,8 @@ def _count_rows(algorithm_config: AlgorithmConfig, annotation_path: str, split_s
 
 
 def _estimate_sequence_length(max_length: int, completion_length: int, row_length: float | None) -> float:
-    """Return the number of tokens of a row together with its longest completion, at most `max_length`."""
+    """Return the number of tokens of a row together with its longest completion, at most `max_length`; `max_length` if
+    the number of tokens of the row, `row_length`, is unknown."""
     return max_length if row_length is None else min(max_length, row_length + completion_length)
 
 
@@ -291,8 +293,8 @@ def _estimate_training_length(
     train: TrainConfig, policy_config: PolicyConfig, group_size: int, rows: _RowStatistics, mean_length: float,
     prepared_folder: Path | None,
 ) -> tuple[int | None, int | None, bool]:  # fmt: skip
-    """Return the number of train steps, the number of tokens, and whether the number of steps is an upper bound.
-    `mean_length`: mean number of tokens of a sequence, including its completion."""
+    """Return the number of train steps, the number of tokens that they train on (None: unknown), and whether the number
+    of steps is an upper bound. `mean_length`: mean number of tokens of a sequence, including its completion."""
     if train.train_policy.has_token_based_batches:
         return _estimate_balanced_training_length(train, policy_config, prepared_folder)
     num_steps = train.max_num_steps if rows.num_rows is None else total_steps(train, group_size, rows.num_rows)
@@ -304,8 +306,8 @@ def _estimate_training_length(
 def _estimate_balanced_training_length(
     train: TrainConfig, policy_config: PolicyConfig, prepared_folder: Path | None
 ) -> tuple[int, int, bool]:
-    """Return the number of train steps, the number of tokens, and whether the number of steps is an upper bound, if
-    micro-batches are filled up to a token budget."""
+    """Return, for a training that fills micro-batches up to a token budget, the number of train steps, the number of
+    tokens, and whether the number of steps is an upper bound, as it is without `prepared_folder`."""
     num_steps, algorithm, max_length = train.max_num_steps, train.train_policy, policy_config.model_max_length
     assert num_steps is not None and isinstance(algorithm, SupervisedConfig)  # the schema ensures both conditions
     if prepared_folder is None:

@@ -132,8 +132,8 @@ def micro_batch_tokens(train: TrainConfig, max_length: int) -> int:
 
 
 class RowFeed(SampleFeed):
-    """Feed of prepared rows, in an order that is a pure function of seed, epoch and position. Rows that take long to
-    read are read one step in advance, in a thread."""
+    """Source of training samples from prepared rows, in an order that is a pure function of seed, epoch and position.
+    Rows that take long to read are read one step in advance, in a thread."""
 
     def __init__(self, rows: PreparedRows, train: TrainConfig, max_length: int, num_dp_ranks: int) -> None:
         """Build the feed; `max_length`: maximum number of tokens of a sequence, `num_dp_ranks`: number of data-parallel
@@ -187,8 +187,8 @@ class RowFeed(SampleFeed):
         return [sample for i, batch in micro_batches.items() for sample in self._rows.samples(batch, seed_and_step, i)]
 
     def micro_batches(self, step: int) -> dict[int | None, Sequence[int]]:
-        """Return the numbers of the rows of a train step, by the number of their micro-batch; all under the key None if
-        the trainer forms the micro-batches."""
+        """Return the row numbers of each micro-batch of train step `step`, by the index of the micro-batch. If the
+        trainer forms the micro-batches, return the numbers of all rows of the step under the key None."""
         if self._balanced_plan:
             return dict(enumerate(self._balanced_plan.micro_batches(step)))
         train = self._train_config

@@ -57,8 +57,8 @@ class RolloutSetup:
 
     @cached_property
     def engine(self) -> Engine:
-        """Return the rollout engine with the weights of the stage's model; a fleet for engines in separate
-        processes."""
+        """Return the rollout engine with the weights of the stage's model. If the engines run in separate processes,
+        return the `EngineFleet` that represents all of them."""
         stage, adapter = self._stage, self._trainer.adapter
         stage.progress.phase("load")
         engine: Engine
@@ -114,7 +114,8 @@ class RolloutSetup:
         return self._weight_publisher.publish(weights_version)
 
     def make_scorer(self, rewards: RewardConfig, max_tokens: int | None = None) -> ScoreGroupsFn:
-        """Return a function that scores groups of completions by `rewards` and that all ranks call together."""
+        """Return a function that scores groups of completions by `rewards`. All ranks must call it together, since the
+        first rank scores and broadcasts the scores. `max_tokens`: as for `make_local_scorer`."""
         return score_on_first_rank(self.make_local_scorer(rewards, max_tokens))
 
     def make_local_scorer(self, rewards: RewardConfig, max_tokens: int | None = None) -> ScoreGroupsFn:

@@ -55,8 +55,8 @@ class StepMemory:
 
 
 def estimate_untraced_memory(model: PreTrainedModel, num_weight_sets: int) -> StepMemory:
-    """Return the memory of a train step that cannot be traced, without its activations and casts, for an optimizer with
-    two moments and `num_weight_sets` copies of the trained parameters."""
+    """Return the memory of a train step that cannot be traced: weights, gradients, two optimizer moments and
+    `num_weight_sets` copies of the trained parameters. Its activations and casts are None, that is, unknown."""
     weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     gradient_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     weight_copy_bytes = num_weight_sets * gradient_bytes
@@ -76,7 +76,7 @@ def eight_bit_moment_bytes(model: PreTrainedModel) -> int:
 
 
 def trace_step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, sequence_length: int) -> StepMemory:
-    """Return the peak memory of a train step after the first, for sequences of `sequence_length` tokens.
+    """Return the peak memory of any train step but the first, for sequences of `sequence_length` tokens.
 
     Call this function under the FakeTensorMode that created the model. It runs two micro-batches if the step has more
     than one, because the second micro-batch runs while the gradients of the first exist.
@@ -176,7 +176,8 @@ class _LiveByteCounter(TorchDispatchMode):
 
 
 def _empty_grouped_product(token_inputs: Tensor, weights: Tensor, group_ends: Tensor | None = None, *_: Any) -> Tensor:
-    """Return an empty tensor of the result's shape for `_grouped_mm`, as PyTorch's meta kernel requires bfloat16."""
+    """Return an uninitialised tensor with the shape of the result of `_grouped_mm`. The meta kernel of PyTorch for this
+    operation accepts only bfloat16."""
     leading_shape = () if group_ends is None or not token_inputs.ndim == weights.ndim == 2 else (len(group_ends),)
     return token_inputs.new_empty((*leading_shape, token_inputs.shape[-2], weights.shape[-1]))
 

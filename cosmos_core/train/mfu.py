@@ -20,7 +20,7 @@ class FlopsUtilization:
         self._num_flops = 0.0
 
     def add(self, update: Update) -> None:
-        """Count the FLOPs of an update, including those of its supervised loss, if any."""
+        """Count the model FLOPs of one optimizer step, including those of its supervised loss, if it has one."""
         for counted_update in filter(None, (update, update.data)):
             self._num_flops += self._train_flops.total_flops(list(map(self._count_tokens, counted_update.samples)))
 

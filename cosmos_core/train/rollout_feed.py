@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutFeed(SampleFeed):
-    """Feed of scored groups of completions, which the algorithm turns into samples."""
+    """Source of training samples that an algorithm makes of scored groups of completions."""
 
     def __init__(
         self,

@@ -237,7 +237,8 @@ class _TrainingSetup:
             )
 
     def _make_metrics_fn(self) -> MetricsFn | None:
-        """Return the function that validates on held-out rows or on completions of held-out prompts; None: disabled."""
+        """Return the function that computes the metrics of held-out rows, or of completions of held-out prompts, after
+        a train step; None: the training is not validated."""
         recipe, stage, trainer, algorithm = self._recipe, self._stage, self.trainer, self.algorithm
         if not recipe.validation.enable:
             return None

@@ -84,9 +84,10 @@ class SettingsSearch:
         """Shortest measured duration in seconds of each of the `SpeedSettings` that were measured."""
 
     def run(self) -> SpeedSettings:
-        """Return the fastest settings. First measure all sizes with the most threads, from the smallest size, which
-        needs the least memory. Then measure each smaller number of threads with the fastest size so far and, if it is
-        not slow, with the sizes around it. Finally measure the fastest settings again."""
+        """Return the fastest settings. First measure each number of rows per pass with the most threads, from the
+        smallest, which needs the least memory. Then measure each smaller number of threads with the fastest number of
+        rows so far and, if this is not slow, with larger and smaller numbers. Finally measure the fastest settings
+        again."""
         self._measure_if_affordable(self._start_settings)
         self._measure_nearby_row_counts(self._start_settings)
         for num_threads in reversed(self._thread_counts[:-1]):
@@ -272,7 +273,8 @@ class _Measurement:
         return [size for size in speed_tuning._row_counts if size <= rows_per_rank] or speed_tuning._row_counts[:1]
 
     def read_samples(self) -> list[Any]:
-        """Return all samples of the train step, divided into micro-batches of the current size."""
+        """Return all samples of the train step, divided into micro-batches of the number of rows that is being
+        measured."""
         return self._batching_feed.reread_newest_samples() if self._batching_feed else self._all_samples
 
     def is_affordable(self, settings: SpeedSettings, expected_seconds: float) -> bool:

@@ -69,8 +69,8 @@ def is_publication_record(value: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def append_version(saved_history: list[str], version: str, history: list[str] | None = None) -> list[str]:
-    """Return the history of a publication target, the at most 100 last versions to which its pointer has pointed, after
-    the pointer moves to `version`. Only a rollback passes `history`: the part of `saved_history` to keep, which is the
+    """Return the history of a publication target after its pointer moves to `version`: at most the 100 last versions to
+    which the pointer has pointed. Only a rollback passes `history`: the part of `saved_history` to keep, which is the
     list without its last version, or the whole list if the rollback had already been done. Raise UploadError for any
     other `history` (unless `saved_history` is empty), because another publication has moved the pointer meanwhile."""
     if history is not None and saved_history not in ([], history) and saved_history[:-1] != history:

@@ -80,9 +80,9 @@ class ContentStore:
         return ""
 
     def fetch(self, entry_by_file: Mapping[Path, ContentEntry], local_files: Mapping[str, Path] | None = None) -> None:
-        """Download the content of each entry in `entry_by_file` to the entry's file. A file that has the content stays,
-        and a content in `local_files`, local files by SHA-256, is copied. Raise UploadError if a content is missing in
-        the bucket or arrives altered, and DiskFull if the disk has too little space."""
+        """Download the content of each entry in `entry_by_file` to the entry's file, unless the file has this content
+        already. Contents of `local_files`, local files by SHA-256, are copied instead. Raise UploadError if a content
+        is missing in the bucket or arrives altered, and DiskFull if the disk has too little space."""
         files_by_entry: dict[ContentEntry, list[Path]] = defaultdict(list)
         for file, entry in entry_by_file.items():
             if not _matches_content_entry(file, entry):

@@ -81,9 +81,9 @@ class FileTarget:
         return ""
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Let the link `latest` point to a stored model version. The saved list of the versions to which the link has
-        pointed becomes `history`, or the list saved before if `history` is None, followed by `version`. Raise
-        UploadError if the version is incomplete, is a link to another version, or cannot be read or written."""
+        """Let the link `latest` point to a stored model version. Then save the list of versions to which the link has
+        pointed: `history`, or the list saved before if `history` is None, with `version` appended. Raise UploadError if
+        the version is incomplete, is a link to another version, or cannot be read or written."""
         if (self.folder / version).is_symlink() or Path(version).name != version:
             raise UploadError(f"{version!r} is no version of {self.folder}; the pointer was not moved")
         with self._translate_errors("written"):

@@ -92,9 +92,9 @@ class MlflowTarget:
         return f"the version {version} is missing"
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Move the alias `published` to a stored model version. The saved list of the versions to which the alias has
-        pointed becomes `history`, or the list saved before if `history` is None, followed by `version`. Raise
-        UploadError if the registered model has no such version."""
+        """Move the alias `published` to a stored model version, and save the list of versions to which the alias has
+        pointed: `history`, or the list saved before if `history` is None, with `version` appended. Raise UploadError if
+        the registered model has no such version."""
         with self._translate_errors():
             if not (model_version := self._find_version(version)):
                 raise UploadError(f"mlflow://{self.name} has no version {version!r}; the alias was not moved")
@@ -189,7 +189,8 @@ class MlflowTarget:
         return self.client.get_model_version(self.name, version_number) if version_number else None
 
     def _find_version(self, version: str) -> Any:
-        """Return the model version published as `version`: the current one, else the newest; None if there is none."""
+        """Return the version of the registered model that was published as `version`; of several, the one with the
+        alias `published`, else the newest. None if there is none."""
         current_version = self._find_current_version()
         if current_version is not None and current_version.tags.get(VERSION_TAG) == version:
             return current_version

@@ -105,9 +105,9 @@ class S3Target:
         return self.where(version)
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
-        """Let the pointer `latest.json` refer to a stored model version. The list of the versions to which it has
-        referred, which the pointer contains, becomes `history`, or the previous list if `history` is None, followed by
-        `version`. Raise UploadError if a file of the version is missing."""
+        """Let the pointer `latest.json` refer to a stored model version. The pointer also contains the list of versions
+        to which it has referred: `history`, or the list so far if `history` is None, with `version` appended. Raise
+        UploadError if a file of the version is missing."""
         with translate_errors(self.where(version), message_hint=_POINTER_UNCHANGED_NOTE):
             for name in self.record_of(version)["files"]:
                 if self.bucket.head(self._object_key(f"{version}/{name}")) is None:

@@ -53,8 +53,8 @@ class StoredRecord:
             self._known_entries = new_entries
 
     def pull(self) -> bool:
-        """Download the stored files of the stage if another machine, or another folder, stored them last, and if they
-        have changed since the last call. Return True if files were downloaded."""
+        """Download the stored files of the stage if they have changed since the last call, unless they were stored from
+        this folder of this machine. Return True if files were downloaded."""
         with translate_errors(self._bucket.url(self._key_prefix)):
             stored_entries, writer_identity, etag = read_index(self._bucket, self._index_key)
             if etag in {"", self._index_etag} or writer_identity == self._writer_identity:

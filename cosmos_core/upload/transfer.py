@@ -79,7 +79,8 @@ class FileTransfer:
 
     def send(self, files: dict[str, tuple[Path, str]]) -> None:
         """Upload files to the bucket, except those that it has; `files` maps each object key to a file and its SHA-256.
-        Raise UploadError if a stored object has another SHA-256 after each attempt, as after a change of its file."""
+        Raise UploadError if after each attempt the stored object has another SHA-256, for example because the file has
+        changed."""
         file_arguments = ((key, *file_and_digest) for key, file_and_digest in files.items())
         thread_map(self._send_file, file_arguments, _MAX_PARALLEL_FILES, "upload")
 

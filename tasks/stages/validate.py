@@ -8,7 +8,7 @@ _MEASUREMENT_KEYS = (
     "seed", "master_dtype", "param_dtype", "logprob_dtype", "deterministic", "compile", "sequence_packing",
     "fsdp_offload", "train_policy",
 )  # fmt: skip
-"""Keys of `train` that change measured values."""
+"""Recipe keys of the table `train` that can change the metrics of a stage of kind `validate`."""
 
 KIND = replace(
     sft.KIND,
