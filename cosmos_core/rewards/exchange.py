@@ -146,7 +146,7 @@ class ServiceRequest:
     ) -> None:
         self._endpoints, self._http_client, self._replica_state = service, http_client, replicas
         self._timeout_seconds, self._deadline = timeout_seconds, time.monotonic() + timeout_seconds
-        self._last_request_error = ""
+        self._last_failure_reason = ""
         self._replica_index, self._pinned_replica_id = -1, ""
         self._pause_seconds = _MIN_PAUSE_SECONDS
 
@@ -218,6 +218,7 @@ class ServiceRequest:
                 continue
             if response.status_code == 200:
                 self._replica_state.cooldown_end_by_replica.pop(self._replica_index, None)
+                self._last_failure_reason = ""
                 return _parse_json_object(response)
             response_text = _describe_response(response)
             if response.status_code in {401, 403}:
@@ -238,18 +239,14 @@ class ServiceRequest:
         try:
             # The timeout of httpx restarts with each received byte, so asyncio limits the whole exchange.
             async with asyncio.timeout(seconds_left):
-                post_options = {"timeout": min(timeout_seconds, seconds_left), **post_arguments}
-                response = await self._http_client.post(url, **post_options)
-            self._last_request_error = ""
-            return response
+                return await self._http_client.post(url, timeout=min(timeout_seconds, seconds_left), **post_arguments)
         except (httpx.RequestError, httpx.InvalidURL) as error:
             failure_reason = f"the reward service at {url} is not there: {type(error).__name__}: {error}".rstrip(": ")
-            self._last_request_error = failure_reason
         except TimeoutError:
-            timeout_reason = f"gives no whole response within {seconds_left:.3g} s"
-            # Also name the error of the attempt before, because the deadline may have left this attempt little time.
-            earlier_error = f"{self._last_request_error}; then it" if self._last_request_error else ""
-            failure_reason = f"{earlier_error or f'the reward service at {url}'} {timeout_reason}"
+            failure_reason = f"gives no whole response within {seconds_left:.3g} s"
+            # Also name the failure before, because the deadline may have left this attempt little time.
+            earlier_failure = f"{self._last_failure_reason}; then it" if self._last_failure_reason else ""
+            failure_reason = f"{earlier_failure or f'the reward service at {url}'} {failure_reason}"
         if "content" in post_arguments:
             self._mark_replica_failed()
         await self._pause_before_retry(None, failure_reason)
@@ -274,6 +271,7 @@ class ServiceRequest:
             pause_seconds = max(pause_seconds, _retry_after_seconds(response) * random.uniform(1.0, 1.25))
         if self._deadline - time.monotonic() <= pause_seconds:
             raise MissingScoresError(failure_reason)
+        self._last_failure_reason = failure_reason
         await asyncio.sleep(pause_seconds)
 
 

@@ -127,7 +127,7 @@ def test_where_all_replicas_are_full_it_waits_and_asks_again() -> None:
 def test_a_service_that_forgets_each_request_is_given_up_at_the_deadline() -> None:
     with serving(on_pull=lambda sent: reply(400, {"X-Reward-State": "unknown"}, message="Not found")) as server:
         [score] = RemoteRewards(config(), server.service).score(images(1))
-    assert (score.value, score.error) == (None, "the reward service forgets each request that it takes")
+    assert score.value is None and score.error.startswith("the reward service forgets each request that it takes")
     assert len(server.enqueued) <= 6, "pauses grow"
 
 
@@ -153,7 +153,7 @@ def test_a_url_that_has_no_scores_ends_the_stage_and_is_named(status: int) -> No
 def test_the_last_status_is_in_the_reason() -> None:
     with serving(on_pull=lambda sent: reply(502, message="no upstream")) as server:
         [score] = RemoteRewards(config(), server.service).score(images(1))
-    assert score.error == "no score of 'mean' after 0.6 s; the last response: status 502: no upstream"
+    assert score.error.startswith("no score of 'mean' after 0.6 s; the last response: status 502: no upstream")
 
 
 def test_a_response_that_drips_ends_at_the_deadline() -> None:

@@ -206,7 +206,7 @@ def test_a_score_that_does_not_come_is_asked_for_again_and_then_missing() -> Non
     with serving(on_pull=never) as server:
         remote = RemoteRewards(config(timeout_seconds=1.0, retries=2), server.service)
         [score] = remote.score(images(1))
-    assert (score.value, score.error) == (None, "no score of 'mean' after 1 s")
+    assert score.value is None and score.error.startswith("no score of 'mean' after 1 s")
     assert len(server.enqueued) == 3
 
 
