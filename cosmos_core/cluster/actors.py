@@ -124,9 +124,9 @@ class ActorSupervisor:
         if shares_gpus and actor_group.processes_per_actor > 1:
             # Show the GPUs of ranks to actors, because Ray cannot allocate fractions of several GPUs to an actor.
             gpus_per_actor, gpu_options = 0.0, {"num_cpus": 0, "num_gpus": actor_group.processes_per_actor}
-            read_gpus = untyped_remote(**gpu_options)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
-            gpu_refs = [read_gpus.options(scheduling_strategy=each).remote() for each in placements]
-            self._visible_devices = ray.get(gpu_refs)
+            read_gpu_ids = untyped_remote(**gpu_options)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
+            gpu_id_refs = [read_gpu_ids.options(scheduling_strategy=each).remote() for each in placements]
+            self._visible_devices = ray.get(gpu_id_refs)
         # On an embedded cluster actors reserve no CPU cores, so that more actors can start later.
         cpus_per_actor = 0 if owns_cluster else actor_group.processes_per_actor
         self._remote_actor_class = untyped_remote(

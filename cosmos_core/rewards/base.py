@@ -76,9 +76,9 @@ class Reward:
         results = list(results) if isinstance(results, Iterator) else results
         is_list = isinstance(results, list | tuple)
         if not is_list or len(results) != len(requests):
-            count_text = f"{len(results)} values" if is_list else f"a {type(results).__name__}"
+            returned_text = f"{len(results)} values" if is_list else f"a {type(results).__name__}"
             rule_text = "the rule is a list with one for each"
-            raise ValueError(f"returned {count_text} for {len(requests)} completions; {rule_text}")
+            raise ValueError(f"returned {returned_text} for {len(requests)} completions; {rule_text}")
         group_results: list[ScoreAndMetrics | ValueError | None] = []
         for result in results:
             try:

@@ -18,20 +18,22 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _INTEGER_PATTERN = r"\s*(-?\d{1,300}|-?\d{1,3}(?:,\d{3}){1,99})\s*"
 _BOXED_COMMAND_PATTERN = re.compile(r"\\(?:boxed|fbox|framebox)\b(?:\s*(?=\{))?")
-_SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!;: ]|[~\u00a0\u2009\u202f]|\{,\}|\\thinspace\s)\s*(?=\d{3}(?!\d))")
-_NUMBER_WITH_SPACES = re.compile(r"(?:\A|(?<=\\boxed\{))[\s$]*[-+]?\d{1,3}(?: \d{3})+(?! ?\d)")
-_NUMBER_WITH_EXPONENT = re.compile(
+_SPACE_IN_NUMBER_PATTERN = re.compile(
+    r"(?<=\d)(?:\\[,!;: ]|[~\u00a0\u2009\u202f]|\{,\}|\\thinspace\s)\s*(?=\d{3}(?!\d))"
+)
+_NUMBER_WITH_SPACES_PATTERN = re.compile(r"(?:\A|(?<=\\boxed\{))[\s$]*[-+]?\d{1,3}(?: \d{3})+(?! ?\d)")
+_NUMBER_WITH_EXPONENT_PATTERN = re.compile(
     r"(?<![\w.\\^/])(?<![\^/] )(\d+(?:\.\d+)?)"  # do not read the exponent in 5^2 \cdot 10^3 as a factor of 10^3
     r"(?:[eE]([-+]?\d{1,3})(?!\w)|\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{([-+]?\d{1,3})\}|(\d{1,3})(?!\d)))"
 )
-_REPEATING_DECIMAL = re.compile(
+_REPEATING_DECIMAL_PATTERN = re.compile(
     r"(?<![\d,.])(\d*)\.(\d*)(\{)?\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))(?(3)\})"
     r"(?:(\d*)\\dot\s*(?:\{(\d)\}|(\d)))?"  # match `0.\dot{1}4\dot{2}`, with dots on the first and last repeating digit
 )
-_TRAILING_PUNCTUATION = re.compile(r"(?:\\[\\,;:! ]|[.,;:~\s])+(\$*)$")
-_MATH_DELIMITER = re.compile(r"\A\\boxed|(?<!\\)(?:\$|\\[(\[])")
+_TRAILING_PUNCTUATION_PATTERN = re.compile(r"(?:\\[\\,;:! ]|[.,;:~\s])+(\$*)$")
+_MATH_DELIMITER_PATTERN = re.compile(r"\A\\boxed|(?<!\\)(?:\$|\\[(\[])")
 # Words to remove around a number: `(B) 3`, `\text{John: } 3`, `the answer is x = 3`, `3 apples`, `\frac{1}{2} or 0.5`.
-_WORDS_AROUND_MATH = re.compile(
+_WORDS_AROUND_MATH_PATTERN = re.compile(
     r"\A\s*(?:\\(?:text\w*|mathrm)\{\s*\(?[A-E][):]\s*\}|\([A-E]\)(?= )|[A-E]:)[\\\s~]*(?=[\\\d(-])"
     r"|\A\s*\\text\w*\{[^{}]*:\s*\}"
     r"|\A\s*(?!sqrt|sinh|cosh|tanh|arc)[A-Za-z]{4,}(?::\s*| +(?:- +)?)(?=[\\\d(-]|[a-z] ?=)"
@@ -65,17 +67,22 @@ def _keep_last_boxed_answer(text: str) -> str:
     """Return the text from its last `\\boxed` on, normalised: math-verify would join several boxed answers into one."""
     boxed_command_matches = list(_BOXED_COMMAND_PATTERN.finditer(text))
     text = "\\boxed" + text[boxed_command_matches[-1].end() :] if boxed_command_matches else text
-    text = _SPACE_IN_NUMBER.sub("", re.sub("[°º]", r"^\\circ ", text))
-    text = _NUMBER_WITH_SPACES.sub(lambda number_match: number_match[0].replace(" ", ""), text)
-    text = _NUMBER_WITH_EXPONENT.sub(lambda n: format(Decimal(f"{n[1]}e{n[2] or n[3] or n[4]}"), "f"), text)
-    text = _REPEATING_DECIMAL.sub(_repeating_decimal_to_fraction, text)
+    text = _SPACE_IN_NUMBER_PATTERN.sub("", re.sub("[°º]", r"^\\circ ", text))
+    text = _NUMBER_WITH_SPACES_PATTERN.sub(lambda number_match: number_match[0].replace(" ", ""), text)
+    text = _NUMBER_WITH_EXPONENT_PATTERN.sub(lambda n: format(Decimal(f"{n[1]}e{n[2] or n[3] or n[4]}"), "f"), text)
+    text = _REPEATING_DECIMAL_PATTERN.sub(_repeating_decimal_to_fraction, text)
     if not boxed_command_matches:
         return text
     box_body, brace_depth = text[len("\\boxed") :], 0
     for index, character in enumerate(box_body):
         brace_depth += (character == "{") - (character == "}")
         if brace_depth == 0:
-            return "\\boxed" + box_body[:1] + _TRAILING_PUNCTUATION.sub(r"\1", box_body[1:index]) + box_body[index:]
+            return (
+                "\\boxed"
+                + box_body[:1]
+                + _TRAILING_PUNCTUATION_PATTERN.sub(r"\1", box_body[1:index])
+                + box_body[index:]
+            )
     return text
 
 
@@ -97,15 +104,17 @@ def _grade_completion(completion_answer: str, reference: str) -> float:
 
 @lru_cache(maxsize=1024)
 def _parse_reference(reference: str) -> list[Any]:
-    text = reference if reference.startswith("\\boxed") else _TRAILING_PUNCTUATION.sub(r"\1", reference)
+    text = reference if reference.startswith("\\boxed") else _TRAILING_PUNCTUATION_PATTERN.sub(r"\1", reference)
     boxed_text = f"\\boxed{{{text}}}"
-    candidates = [[text], [boxed_text]]
-    if not _MATH_DELIMITER.search(text):
+    text_candidates = [[text], [boxed_text]]
+    if not _MATH_DELIMITER_PATTERN.search(text):
         # Box the text: math-verify would find only the fraction in x + \frac{1}{2}. Drop words, which it multiplies.
-        formula_text = text if _MATH_WORD_PATTERN.search(text) else _WORDS_AROUND_MATH.sub("", text)
-        candidates = [[*dict.fromkeys([f"\\boxed{{{formula_text}}}", boxed_text])], [text]]
-    parsed_candidates = ([e for each in group for e in _parse_expressions(each, _LATEX_CONFIG)] for group in candidates)
-    return next(filter(None, parsed_candidates), [])
+        formula_text = text if _MATH_WORD_PATTERN.search(text) else _WORDS_AROUND_MATH_PATTERN.sub("", text)
+        text_candidates = [[*dict.fromkeys([f"\\boxed{{{formula_text}}}", boxed_text])], [text]]
+    expression_candidates = (
+        [e for each in group for e in _parse_expressions(each, _LATEX_CONFIG)] for group in text_candidates
+    )
+    return next(filter(None, expression_candidates), [])
 
 
 def _parse_expressions(text: str, *extraction_configs: Any) -> list[Any]:

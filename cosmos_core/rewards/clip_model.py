@@ -18,10 +18,12 @@ class ClipModel:
     """CLIP model that embeds images and texts; the setting `options.processor_path` names a processor that is not in
     the folder of the model."""
 
-    def __init__(self, reward: str, settings: RewardModelSettings, model_path: str, processor_path: str = "") -> None:
+    def __init__(
+        self, reward_name: str, settings: RewardModelSettings, model_path: str, processor_path: str = ""
+    ) -> None:
         """Load the model that `settings` names, else the model `model_path` with the processor `processor_path`. Raise
         `RewardError` if the model cannot be loaded, or a package is not installed."""
-        require_packages(reward, "install torch and transformers", "torch", "transformers")
+        require_packages(reward_name, "install torch and transformers", "torch", "transformers")
         import torch
         from transformers import AutoModel, AutoProcessor
 
@@ -30,7 +32,7 @@ class ClipModel:
         self.dtype = torch.float32 if self.device.type == "cpu" else getattr(torch, settings.dtype)
         path = settings.model_path or model_path
         processor_name = settings.options.get("processor_path") or ("" if settings.model_path else processor_path)
-        with translate_loading_errors(reward, path):
+        with translate_loading_errors(reward_name, path):
             self.model = AutoModel.from_pretrained(path, dtype=self.dtype).to(self.device).eval().requires_grad_(False)
             self._processor = AutoProcessor.from_pretrained(processor_name or path)
         self.logit_scale = float(self.model.logit_scale.detach().exp())

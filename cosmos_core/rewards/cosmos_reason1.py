@@ -93,7 +93,7 @@ class CosmosReason1Reward:
         prompt = str(self._tokenizer.apply_chat_template(chat_messages, tokenize=False, add_generation_prompt=True))
         input_ids = self._tokenizer(prompt, return_tensors="pt")["input_ids"]
         video_token_id = self._tokenizer.convert_tokens_to_ids(_VIDEO_PAD_TOKEN)
-        inputs: dict[str, Any] = {
+        model_inputs: dict[str, Any] = {
             "input_ids": input_ids,
             "attention_mask": torch.ones_like(input_ids),
             "pixel_values_videos": torch.from_numpy(patches).to(self._model.dtype),
@@ -102,9 +102,11 @@ class CosmosReason1Reward:
             "mm_token_type_ids": (input_ids == video_token_id).int() * _VIDEO_TOKEN_TYPE,
         }
         forward_parameters = inspect.signature(self._model.forward).parameters
-        inputs = {name: value.to(self._model.device) for name, value in inputs.items() if name in forward_parameters}
+        model_inputs = {
+            name: value.to(self._model.device) for name, value in model_inputs.items() if name in forward_parameters
+        }
         with torch.inference_mode():
-            logits = self._model(**inputs).logits[0, -1].float()
+            logits = self._model(**model_inputs).logits[0, -1].float()
         return float(logits[self._yes_token_id]), float(logits[self._no_token_id])
 
     def extract_patches(self, frames: Sequence[Image.Image]) -> tuple[np.ndarray, tuple[int, int, int]]:

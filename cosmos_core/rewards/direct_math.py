@@ -12,7 +12,7 @@ _ARTICLE_PATTERN = re.compile(
 )
 """Pattern of a lower-case article before a word; it matches no variables, as in `A B`, `a b` and `2 + a bc`."""
 
-_MATH_DELIMITER = re.compile(r"((?<!\\)\$|\\[()\[\]])")
+_MATH_DELIMITER_PATTERN = re.compile(r"((?<!\\)\$|\\[()\[\]])")
 
 # The entries of each replacement table are applied in order, so a string must come before its substrings.
 _STRING_REPLACEMENTS = (
@@ -48,7 +48,7 @@ def direct_math(to_be_evaluated: str, reference: str) -> float:
 
 def _normalise_answer(answer: str) -> str:
     # Remove articles, except in formulas, where `a` is a variable (`$a sin x$`).
-    text_parts = _MATH_DELIMITER.split(answer.rpartition("=")[2].strip())
+    text_parts = _MATH_DELIMITER_PATTERN.split(answer.rpartition("=")[2].strip())
     # An odd number of delimiters means that the opening one was before the `=`, so the text begins in a formula.
     first_text_index = 2 if len(text_parts) % 4 == 3 else 0
     text_parts[first_text_index::4] = [_ARTICLE_PATTERN.sub("", text) for text in text_parts[first_text_index::4]]
@@ -57,8 +57,8 @@ def _normalise_answer(answer: str) -> str:
         answer = answer.replace(old_text, new_text)
     for deleted_text in _DELETED_STRINGS:
         answer = answer.replace(deleted_text, "")
-    for deleted_pattern, replacement in _PATTERN_REPLACEMENTS:
-        answer = deleted_pattern.sub(replacement, answer)
+    for old_pattern, replacement in _PATTERN_REPLACEMENTS:
+        answer = old_pattern.sub(replacement, answer)
     answer = answer.replace("$", "")
     if answer.replace(",", "").isdigit():
         answer = answer.replace(",", "")

@@ -142,9 +142,13 @@ class ServiceRequest:
     fetched."""
 
     def __init__(
-        self, service: ServiceEndpoints, http_client: httpx.AsyncClient, timeout_seconds: float, replicas: ReplicaState
+        self,
+        endpoints: ServiceEndpoints,
+        http_client: httpx.AsyncClient,
+        timeout_seconds: float,
+        replicas: ReplicaState,
     ) -> None:
-        self._endpoints, self._http_client, self._replica_state = service, http_client, replicas
+        self._endpoints, self._http_client, self._replica_state = endpoints, http_client, replicas
         self._timeout_seconds, self._deadline = timeout_seconds, time.monotonic() + timeout_seconds
         self._last_failure_reason = ""
         self._replica_index, self._pinned_replica_id = -1, ""
@@ -253,8 +257,8 @@ class ServiceRequest:
         return None
 
     def _mark_replica_failed(self, cooldown_seconds: float = 0.0) -> None:
-        cooldown_end = time.monotonic() + (cooldown_seconds or _COOLDOWN_SECONDS)
-        self._replica_state.cooldown_end_by_replica[self._replica_index] = cooldown_end
+        cooldown_end_time = time.monotonic() + (cooldown_seconds or _COOLDOWN_SECONDS)
+        self._replica_state.cooldown_end_by_replica[self._replica_index] = cooldown_end_time
         self._release_replica()
 
     def _release_replica(self) -> None:

@@ -88,7 +88,7 @@ class GenEvalReward:
         colors = {name: [self.classify_color(image, each, name) for each in objects[name]] for name in class_names}
         is_strict_only = row.get("geneval_only_strict")
         has_all_objects = has_requested_objects(object_requests, exclusions, objects, colors) and not is_strict_only
-        partial_score, has_exact_counts = strict_score(object_requests, objects, colors)
+        partial_score, has_exact_counts = score_object_requests(object_requests, objects, colors)
         return partial_score, float(has_all_objects), float(has_exact_counts)
 
     def detect(self, image: Image.Image, class_names: set[str], min_confidence: float) -> dict[str, list[Detection]]:
@@ -137,21 +137,25 @@ def has_requested_objects(
 ) -> bool:
     """Return True if all requested objects are present in an image, and it has fewer objects of each excluded class
     than the `count` of that class in `exclusions`."""
-    _, has_all_objects = strict_score(object_requests, detections, colors, ignores_extra=True)
+    _, has_all_objects = score_object_requests(object_requests, detections, colors, ignores_extra_objects=True)
     return has_all_objects and all(len(detections[each["class"]]) < each["count"] for each in exclusions)
 
 
-def strict_score(
-    object_requests: ObjectRequests, objects: ObjectsByClass, colors: ColorsByClass, *, ignores_extra: bool = False
+def score_object_requests(
+    object_requests: ObjectRequests,
+    objects: ObjectsByClass,
+    colors: ColorsByClass,
+    *,
+    ignores_extra_objects: bool = False,
 ) -> tuple[float, bool]:
     """Return a score of how well an image meets the object requests, and whether it meets all of them exactly. The
     score is the mean over the requested counts, colours and positions; a count that is met in part has a score below 1.
-    With `ignores_extra`, only as many of the most confident objects of a class count as were requested."""
+    With `ignores_extra_objects`, only as many of the most confident objects of a class count as were requested."""
     matches_by_request: list[Sequence[Detection] | None] = []
     partial_scores: list[float] = []
     for object_request in object_requests:
         class_name, requested_count = object_request["class"], object_request["count"]
-        matched_objects = objects[class_name][: requested_count if ignores_extra else None]
+        matched_objects = objects[class_name][: requested_count if ignores_extra_objects else None]
         has_exact_count = len(matched_objects) == requested_count
         partial_scores.append(1 - abs(requested_count - len(matched_objects)) / requested_count)
         if not has_exact_count and ("color" in object_request or "position" in object_request):

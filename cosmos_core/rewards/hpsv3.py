@@ -21,10 +21,10 @@ class Hpsv3Reward:
         from hpsv3 import HPSv3RewardInferencer
 
         checkpoint_file = Path(settings.model_path or Path(settings.download_path) / _CHECKPOINT_FILE)
-        paths = {"config_path": settings.options.get("config_path")}
-        paths["checkpoint_path"] = str(checkpoint_file) if checkpoint_file.is_file() else None
-        given_paths = {name: path for name, path in paths.items() if path}
-        self._inferencer = HPSv3RewardInferencer(device=select_device(settings), **given_paths)
+        path_arguments = {"config_path": settings.options.get("config_path")}
+        path_arguments["checkpoint_path"] = str(checkpoint_file) if checkpoint_file.is_file() else None
+        non_empty_paths = {name: path for name, path in path_arguments.items() if path}
+        self._inferencer = HPSv3RewardInferencer(device=select_device(settings), **non_empty_paths)
         self._returns_sigma = bool(settings.options.get("sigma", False))
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:

@@ -85,13 +85,13 @@ def _parse_judge_score(reply_text: str, highest_score: int) -> float | ValueErro
     """Return the score from 0 to `highest_score` in a judge's reply, which can have text around its JSON; return a
     `ValueError` if the reply has no valid score or several scores."""
     reply_text = reply_text.rpartition("</think>")[2]
-    scores, start = [], reply_text.find("{")
-    while start >= 0:
-        end = start + 1
+    scores, brace_index = [], reply_text.find("{")
+    while brace_index >= 0:
+        json_end = brace_index + 1
         with suppress(ValueError, KeyError, RecursionError):  # skip braces that are no JSON, such as those of formulas
-            json_object, end = _JSON_DECODER.raw_decode(reply_text, start)
+            json_object, json_end = _JSON_DECODER.raw_decode(reply_text, brace_index)
             scores.append(json_object["score"])
-        start = reply_text.find("{", end)
+        brace_index = reply_text.find("{", json_end)
     if len(scores) != 1:
         return ValueError(f"the judge replied {reply_text[:80]!r}, which is no JSON with a score")
     [score] = scores

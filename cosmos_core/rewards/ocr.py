@@ -49,8 +49,8 @@ def ocr(to_be_evaluated: str, reference: str, *, prompt: str, media: Any) -> flo
 
 def text_similarity(recognised_text: str, expected_text: str) -> float:
     """Return 1 - edits / length of the expected text, which may be anywhere in the recognised text; never below 0."""
-    ocr_text, true_text = _normalise_text(recognised_text), _normalise_text(expected_text)
-    num_edits = 0 if true_text in ocr_text else min(_levenshtein_distance(ocr_text, true_text), len(true_text))
+    ocr_text, target_text = _normalise_text(recognised_text), _normalise_text(expected_text)
+    num_edits = 0 if target_text in ocr_text else min(_levenshtein_distance(ocr_text, target_text), len(target_text))
     return 1.0 - num_edits / max(1, len(expected_text))
 
 

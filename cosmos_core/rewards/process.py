@@ -123,21 +123,21 @@ class _Popen(popen_spawn_posix.Popen):
             reduction.dump(process_obj, pickled_process)
         finally:
             set_spawning_popen(None)
-        self.sentinel, child_sentinel = os.pipe()
-        child_input, parent_output = os.pipe()
-        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, parent_output))  # type: ignore[attr-defined]
+        self.sentinel, child_sentinel_fd = os.pipe()
+        child_read_fd, parent_write_fd = os.pipe()
+        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, parent_write_fd))  # type: ignore[attr-defined]
         try:
-            python_command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_input)
-            inherited_descriptors = (*self._fds, tracker_fd, child_input, child_sentinel)  # type: ignore[attr-defined]
+            python_command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_read_fd)
+            inherited_descriptors = (*self._fds, tracker_fd, child_read_fd, child_sentinel_fd)  # type: ignore[attr-defined]
             file_actions = [(os.POSIX_SPAWN_DUP2, descriptor, descriptor) for descriptor in inherited_descriptors]
             environment = environment_for_user_code(process_obj.environment_names)
             self.pid = os.posix_spawn(
                 spawn.get_executable(), python_command, environment, file_actions=file_actions, setsigmask=JOB_SIGNALS
             )
         finally:
-            os.close(child_input)
-            os.close(child_sentinel)
-        with open(parent_output, "wb", closefd=False) as pipe_file:
+            os.close(child_read_fd)
+            os.close(child_sentinel_fd)
+        with open(parent_write_fd, "wb", closefd=False) as pipe_file:
             pipe_file.write(pickled_process.getbuffer())
 
 

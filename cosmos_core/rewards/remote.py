@@ -70,8 +70,8 @@ class RemoteRewards:
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return the groups, in order, each with one score per completion; see `score` for errors."""
         requests = [make_reward_request(group, k) for group in groups for k in range(len(group.completions))]
-        all_scores = iter(self.score(requests))
-        group_scores = [tuple(itertools.islice(all_scores, len(group.completions))) for group in groups]
+        score_iterator = iter(self.score(requests))
+        group_scores = [tuple(itertools.islice(score_iterator, len(group.completions))) for group in groups]
         return [ScoredGroup(*each) for each in zip(groups, map(_invalidate_partial_group, group_scores), strict=True)]
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
@@ -133,14 +133,16 @@ class RemoteRewards:
         self, http_client: httpx.AsyncClient, request_semaphore: asyncio.Semaphore, batch: Sequence[_RequestAndScores]
     ) -> None:
         async with request_semaphore:
-            exchange = ServiceRequest(self._endpoints, http_client, self._config.timeout_seconds, self._replica_state)
+            service_request = ServiceRequest(
+                self._endpoints, http_client, self._config.timeout_seconds, self._replica_state
+            )
             batch_scores = [scores for _, scores in batch]
             try:
                 request_body = await asyncio.to_thread(self._encode_body, [request for request, _ in batch])
                 # Fetch the rewards of weight 0 last, because they are only metrics.
                 reward_functions = sorted(self._config.reward_fns, key=lambda item: not item.weight)
                 reward_names = dict.fromkeys(item.name for item in reward_functions)
-                result_by_function = await exchange.fetch_results(request_body, list(reward_names))
+                result_by_function = await service_request.fetch_results(request_body, list(reward_names))
             except MissingScoresError as error:
                 for scores in batch_scores:
                     scores.error = str(error)
@@ -155,9 +157,9 @@ class RemoteRewards:
         shape B, C, T, H, W, or texts."""
         media: list[Any] = [request.get("media") for request in requests]
         # Send positive weights, because the service skips functions whose weight is not above 0.
-        sent_weights = {item.name: item.weight if item.weight > 0 else 1.0 for item in self._config.reward_fns}
+        sent_reward_weights = {item.name: item.weight if item.weight > 0 else 1.0 for item in self._config.reward_fns}
         request_fields: dict[str, Any] = {"prompts": [request.get("prompt") or "" for request in requests]}
-        request_fields["reward_fn"] = sent_weights
+        request_fields["reward_fn"] = sent_reward_weights
         if media[0] is None:
             media_array = np.zeros((len(media), 0), np.uint8)
             request_fields["media_type"] = "text"
@@ -242,13 +244,13 @@ def _record_scores(
         completion_scores.metrics[metric_name] = metric
 
 
-def _has_item_failed(scores: Mapping[str, Any], i: int) -> bool:
+def _has_item_failed(score_columns: Mapping[str, Any], i: int) -> bool:
     """Return True if item `i` failed in Cosmos-RL's service: its prediction is `Error`, or its video scores are -1."""
-    column = scores.get("prediction")
+    column = score_columns.get("prediction")
     if isinstance(column, list) and i < len(column) and column[i] == "Error":
         return True
-    score_columns = [scores.get(f"{name}_reward") for name in ("vq", "mq", "ta", "overall")]
-    return all(isinstance(column, list) and i < len(column) and column[i] == -1.0 for column in score_columns)
+    video_score_columns = [score_columns.get(f"{name}_reward") for name in ("vq", "mq", "ta", "overall")]
+    return all(isinstance(column, list) and i < len(column) and column[i] == -1.0 for column in video_score_columns)
 
 
 def _read_finite_number(score_column: Any, i: int, num_items: int) -> float | None:
@@ -266,7 +268,7 @@ def _read_finite_number(score_column: Any, i: int, num_items: int) -> float | No
 
 def _invalidate_partial_group(scores: tuple[Score, ...]) -> tuple[Score, ...]:
     """Return the scores of a group, all marked invalid if one is invalid, because only whole groups are compared."""
-    if (first_invalid := next((score for score in scores if score.value is None), None)) is None:
+    if (first_invalid_score := next((score for score in scores if score.value is None), None)) is None:
         return scores
-    group_error = f"its group is dropped: {first_invalid.error}"
+    group_error = f"its group is dropped: {first_invalid_score.error}"
     return tuple(score if score.value is None else replace(score, value=None, error=group_error) for score in scores)

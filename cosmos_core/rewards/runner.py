@@ -39,9 +39,9 @@ ScoreGroupsFn = Callable[[Sequence[Group]], list[ScoredGroup]]
 
 log = logging.getLogger(__name__)
 
-_LOAD_SECONDS = 900.0  # maximum number of seconds to load the rewards, which may first download their models
+_LOAD_TIMEOUT_SECONDS = 900.0  # maximum number of seconds to load the rewards, which may first download their models
 _MAX_BROKEN_POOLS = 3  # maximum number of broken pools per call of `score`; an idle process that dies breaks its pool
-_MAX_TIMEOUTS = 4
+_MAX_TIMEOUTS_PER_WORKER = 4
 """If the first calls of a reward function, as many as this number per worker process, have all timed out, its other
 calls are cancelled."""
 
@@ -100,7 +100,7 @@ class RewardRunner(WorkerPool):
         self._default_timeout_seconds, self._retries, self._has_loaded_rewards = timeout_seconds, retries, False
         self._timeout_by_reward = timeout_by_reward or {}
         self._num_workers = num_workers or (1 if any(map(has_model, weights)) else count_usable_cores())
-        self._max_timeouts = _MAX_TIMEOUTS * self._num_workers
+        self._max_timeouts = _MAX_TIMEOUTS_PER_WORKER * self._num_workers
         self._constant_fields = {"custom": {}, **(constant_fields or {})}
         self._environment_names, self._on_wait, self._scoring_lock = tuple(environment_names), on_wait, threading.Lock()
 
@@ -121,9 +121,9 @@ class RewardRunner(WorkerPool):
         """Return one tuple of scores per prompt. `request_groups` has, for each prompt, one request per completion;
         `data_sources`, the names of the prompts' data sets, select the reward weights of each prompt."""
         reward_calls = []
-        get_weights = partial(reward_weights_of_source, self._reward_weights)
-        weights_by_group = list(map(get_weights, data_sources or [""] * len(request_groups)))
-        for group, weights in zip(request_groups, weights_by_group, strict=True):
+        get_reward_weights = partial(reward_weights_of_source, self._reward_weights)
+        reward_weights_by_group = list(map(get_reward_weights, data_sources or [""] * len(request_groups)))
+        for group, weights in zip(request_groups, reward_weights_by_group, strict=True):
             for name in weights:
                 requests = group if name in self._image_reward_names else [{**each, "images": ()} for each in group]
                 takes_lists = name in self._group_reward_names
@@ -132,7 +132,7 @@ class RewardRunner(WorkerPool):
         with cleanup_on_error(self.close), self._scoring_lock:  # after an error, kill processes that still run calls
             results = itertools.chain.from_iterable(self._run_reward_calls(reward_calls))
         scores = []
-        for group, weights in zip(request_groups, weights_by_group, strict=True):
+        for group, weights in zip(request_groups, reward_weights_by_group, strict=True):
             results_by_reward = [[next(results) for _ in group] for _ in weights]
             scores.append(tuple(self._combine_results(each, weights) for each in zip(*results_by_reward, strict=True)))
         return scores
@@ -147,8 +147,8 @@ class RewardRunner(WorkerPool):
         try:
             with cleanup_on_error(self.close):
                 load_future = process_pool.schedule(_load_rewards, args=(reward_names,))
-                if not wait_for_futures([load_future], _LOAD_SECONDS, self._on_wait):
-                    raise StageFailed(f"{failure_prefix}: not done in {_LOAD_SECONDS:g} s")
+                if not wait_for_futures([load_future], _LOAD_TIMEOUT_SECONDS, self._on_wait):
+                    raise StageFailed(f"{failure_prefix}: not done in {_LOAD_TIMEOUT_SECONDS:g} s")
                 group_reward_names, self._image_reward_names = load_future.result()
                 self._group_reward_names |= group_reward_names
         except (BrokenProcessPool, ProcessExpired) as error:
@@ -168,15 +168,17 @@ class RewardRunner(WorkerPool):
             process_pool = self._get_working_pool()
             call_futures = {
                 i: process_pool.schedule(
-                    _score_completions, args=reward_calls[i], timeout=self._get_timeout(reward_calls[i].reward)
+                    _score_completions, args=reward_calls[i], timeout=self._get_timeout_seconds(reward_calls[i].reward)
                 )
                 for i in pending_indices
             }
             cancelled_rewards: set[str] = set()
             rewards_and_futures = [(reward_calls[i].reward, future) for i, future in call_futures.items()]
             cancel_hanging_rewards = partial(self._cancel_hanging_rewards, rewards_and_futures, cancelled_rewards)
-            max_timeout = max(self._get_timeout(reward_calls[i].reward) for i in pending_indices)
-            if not wait_for_futures(call_futures.values(), max_timeout + START_TIMEOUT_SECONDS, cancel_hanging_rewards):
+            max_timeout_seconds = max(self._get_timeout_seconds(reward_calls[i].reward) for i in pending_indices)
+            if not wait_for_futures(
+                call_futures.values(), max_timeout_seconds + START_TIMEOUT_SECONDS, cancel_hanging_rewards
+            ):
                 self.close()  # the pool is unusable: a call was lost with its process, or no process started
             pending_indices, is_pool_broken = [], False
             for i, future in call_futures.items():
@@ -192,7 +194,7 @@ class RewardRunner(WorkerPool):
                         log.warning("reward %s: %s (attempt %d of %d)", reward, error_text, attempt, self._retries + 1)
             for reward in cancelled_rewards:
                 log.warning("reward %s: its first %d calls were not done in %g s; the rest is given up",
-                            reward, self._max_timeouts, self._get_timeout(reward))  # fmt: skip
+                            reward, self._max_timeouts, self._get_timeout_seconds(reward))  # fmt: skip
             attempt, num_broken_pools = attempt + (not is_pool_broken), num_broken_pools + is_pool_broken
         return results_by_call
 
@@ -210,13 +212,13 @@ class RewardRunner(WorkerPool):
                 for future in reward_futures:
                     future.cancel()
 
-    def _get_timeout(self, reward: str) -> float:
+    def _get_timeout_seconds(self, reward: str) -> float:
         return self._timeout_by_reward.get(reward, self._default_timeout_seconds)
 
     def _describe_failure(self, call_error: Exception, reward: str) -> str:
         if isinstance(call_error, BrokenProcessPool | ProcessExpired):
             return describe_exit(call_error)
-        timeout_text = f"not done in {self._get_timeout(reward):g} s"
+        timeout_text = f"not done in {self._get_timeout_seconds(reward):g} s"
         if isinstance(call_error, CancelledError):
             return f"given up, because the {self._max_timeouts} calls before were {timeout_text}"
         return timeout_text

@@ -24,7 +24,7 @@ _JUDGE_QUESTION = (
     "score from 1 to 5 after 'Final Score:'.\nText Caption: [{prompt}]"
 )
 _SCORE_PATTERN = re.compile(r"Final Score:[\s*]*([1-5](?:\.\d+)?)")
-_TIMEOUT_SECONDS = 120.0
+_REQUEST_TIMEOUT_SECONDS = 120.0
 
 
 class UnifiedRewardReward:
@@ -41,7 +41,9 @@ class UnifiedRewardReward:
         self._question_template = settings.options.get("question", _JUDGE_QUESTION)
         self._max_concurrency = int(settings.options.get("concurrent", 8))
         auth_headers = {"Authorization": f"Bearer {settings.endpoint_api_key}"} if settings.endpoint_api_key else {}
-        self._http_client = httpx.Client(base_url=settings.endpoint_url, headers=auth_headers, timeout=_TIMEOUT_SECONDS)
+        self._http_client = httpx.Client(
+            base_url=settings.endpoint_url, headers=auth_headers, timeout=_REQUEST_TIMEOUT_SECONDS
+        )
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         """Return the score of each image; an image for which the judge returns no number has no score."""

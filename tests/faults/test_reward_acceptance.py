@@ -108,7 +108,7 @@ def test_decoded_videos_wait_for_room() -> None:
         found = engine(max_pending_bytes=250)
         requests = [parse_request(str(i), body("p", jpeg_size=1.0), found.pools) for i in range(3)]
         for request in requests:
-            found._add_pending(request)
+            found._add_pending_request(request)
         video = {"array": np.zeros(100, np.uint8)}
         tasks = [
             asyncio.create_task(found._handle_decoded_video(RewardJob(request), video, 0.0)) for request in requests

@@ -25,7 +25,7 @@ from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, S
 from cosmos_core.rewards.service.__main__ import _announce_url
 from cosmos_core.rewards.service.config import ServiceConfig, read_config
 from cosmos_core.rewards.service.pool import RewardProcess
-from cosmos_core.rewards.service.worker import _score_batch, make_items
+from cosmos_core.rewards.service.worker import _score_batch, make_reward_inputs
 from cosmos_core.run.process import read_start_time
 from tests.conftest import wait_until
 
@@ -90,7 +90,7 @@ def test_a_column_of_the_row_does_not_replace_the_turns_of_the_completion() -> N
     turns = [{"role": "assistant", "content": "4"}]
     job = {"prompts": ["2 + 2?"], "media": "text", "completions": ["4"], "turns": [turns], "num_tokens": [3]}
     columns = {"turns": ["of another model"], "num_tokens": 99, "level": 1}
-    [item] = make_items({**job, "metadata": [columns]}, np.zeros((1, 0)))
+    [item] = make_reward_inputs({**job, "metadata": [columns]}, np.zeros((1, 0)))
     assert item.info == {"turns": turns, "num_tokens": 3, "level": 1}
 
 

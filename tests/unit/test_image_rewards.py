@@ -142,7 +142,7 @@ LEFT, RIGHT, MIDDLE = found(0, 40, 20, 60), found(80, 40, 100, 60), found(45, 45
 def test_gen_eval_judges_numbers_colours_and_positions() -> None:
     objects = {"dog": [LEFT, RIGHT], "cat": [MIDDLE]}
     colors = {"dog": ["red", "blue"], "cat": ["black"]}
-    judge, strictly = gen_eval.has_requested_objects, gen_eval.strict_score
+    judge, strictly = gen_eval.has_requested_objects, gen_eval.score_object_requests
 
     def one(name: str, count: int = 1, **asked: Any) -> dict[str, Any]:
         return {"class": name, "count": count, **asked}

@@ -20,7 +20,7 @@ from cosmos_core.rewards.hpsv3 import Hpsv3Reward
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, load_scorer
 from cosmos_core.rewards.service.request import parse_request
 from cosmos_core.rewards.service.self_test import _make_test_request
-from cosmos_core.rewards.service.worker import make_items
+from cosmos_core.rewards.service.worker import make_reward_inputs
 from tests.unit.tiny_vlms import picture, save_vlm
 
 MODEL = """
@@ -138,7 +138,7 @@ def test_the_self_test_of_a_service_gives_a_function_all_facts_of_a_completion(t
     )
     request = parse_request("self-test", _make_test_request("facts"), {"facts"})
     scorer = load_scorer("facts", f"{tmp_path}/mine.py:facts", RewardModelSettings())
-    assert scorer.score(make_items(request.fields | {"media": request.media_type}, request.array)) == {
+    assert scorer.score(make_reward_inputs(request.fields | {"media": request.media_type}, request.array)) == {
         "facts": [13.0, 10.0]
     }
 

@@ -101,18 +101,18 @@ class HttpInterface:
         scores_json = await self.engine.store.get(key, reward_name) if reward_name else None
         if scores_json is not None:
             return Response(scores_json, media_type="application/json")
-        is_known = key in self.engine.pending_requests or await self.engine.store.has_request(key)
-        request_state = "pending" if is_known else "unknown"
+        is_known_request = key in self.engine.pending_requests or await self.engine.store.has_request(key)
+        request_state = "pending" if is_known_request else "unknown"
         return JSONResponse({"message": f"Not found scores for {key}"}, 400, headers={STATE_HEADER: request_state})
 
     async def ping(self, request: Request) -> Response:
         """Return status 200 if the service serves the rewards that the field `info_data` names, otherwise 422."""
         form_fields = await _read_form(request)
         try:
-            ping_info = json.loads(form_fields.get("info_data") or "{}")
+            ping_fields = json.loads(form_fields.get("info_data") or "{}")
         except (ValueError, RecursionError):
             return _refuse(422, "info_data must be JSON")
-        weights = ping_info.get("reward_fn") if isinstance(ping_info, dict) else None
+        weights = ping_fields.get("reward_fn") if isinstance(ping_fields, dict) else None
         unknown_names = [name for name in weights if name not in self.engine.pools] if isinstance(weights, dict) else []
         if unknown_names:
             served_rewards = ", ".join(self.engine.pools)
@@ -135,8 +135,8 @@ class HttpInterface:
         num_ready_by_reward = {name: pool.num_ready_processes for name, pool in self.engine.pools.items()}
         serving_state = "ok" if all(num_ready_by_reward.values()) else "degraded"
         service_state = "draining" if self.engine.is_draining else serving_state if self.engine.is_ready else "loading"
-        num_pending = len(self.engine.pending_requests)
-        health_report = {"status": service_state, "rewards": num_ready_by_reward, "pending": num_pending}
+        num_pending_requests = len(self.engine.pending_requests)
+        health_report = {"status": service_state, "rewards": num_ready_by_reward, "pending": num_pending_requests}
         return JSONResponse(health_report, 200 if service_state in {"ok", "degraded"} else 503)
 
     async def metrics(self, request: Request) -> Response:
@@ -150,16 +150,16 @@ class HttpInterface:
     def collect(self) -> Any:
         """Yield the metrics of the reward service; prometheus_client calls this method."""
         engine = self.engine
-        values_by_reward = {
-            reward: {"queue": len(pool.queue), "in_flight": pool.num_in_flight, "ready": pool.num_ready_processes}
+        metric_values_by_reward = {
+            reward: {"queue": len(pool.queue), "in_flight": pool.num_jobs_in_flight, "ready": pool.num_ready_processes}
             | vars(pool.counters)
             for reward, pool in engine.pools.items()
         }
-        for family, descriptions in _METRIC_DESCRIPTIONS.items():
-            for name, description in descriptions.items():
+        for family, metric_descriptions in _METRIC_DESCRIPTIONS.items():
+            for name, description in metric_descriptions.items():
                 metric_family = family(f"reward_{name}", description, labels=["reward"])
-                for reward, reward_values in values_by_reward.items():
-                    metric_family.add_metric([reward], reward_values[name])
+                for reward, metric_values in metric_values_by_reward.items():
+                    metric_family.add_metric([reward], metric_values[name])
                 yield metric_family
         num_waiting_bytes = engine.pending_bytes + engine.decoded_bytes
         yield GaugeMetricFamily("reward_pending_bytes", "Bytes of requests that wait", num_waiting_bytes)

@@ -208,10 +208,10 @@ def read_config(config_file: Path, **overrides: Any) -> ServiceConfig:
         raise ConfigError(f"{config_file}: no reward is served; add a [[reward_args]] with a reward_type")
     reward_args = []
     for reward in config.reward_args:
-        code_file, colon, name = reward.entry.rpartition(":")
+        code_file, separator, name = reward.entry.rpartition(":")
         code_file = _to_absolute_path(code_file, config_file) if code_file.endswith(".py") else code_file
         model_path = _to_absolute_path(reward.model_path, config_file)
-        reward_args.append(reward.copy_with(entry=f"{code_file}{colon}{name}", model_path=model_path))
+        reward_args.append(reward.copy_with(entry=f"{code_file}{separator}{name}", model_path=model_path))
     return config.copy_with(reward_args=tuple(reward_args))
 
 

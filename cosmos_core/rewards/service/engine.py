@@ -59,8 +59,8 @@ class Engine:
         if config.queue == "memory":
             self.store: Store = MemoryStore(config.result_seconds, config.max_results, config.max_pending_bytes)
         else:
-            default_owner = f"{socket.gethostname()}:{config.host}:{config.port}"
-            owner_name = self.replica_id or os.environ.get(QUEUE_OWNER_VARIABLE) or default_owner
+            default_owner_name = f"{socket.gethostname()}:{config.host}:{config.port}"
+            owner_name = self.replica_id or os.environ.get(QUEUE_OWNER_VARIABLE) or default_owner_name
             self.store = RedisStore(config.redis_host, config.redis_port, config.result_seconds, owner_name)
 
     async def start(self) -> None:
@@ -148,8 +148,8 @@ class Engine:
             return
         if self._has_drained:
             raise ShutdownError
-        self._add_pending(request)
-        with cleanup_on_error(partial(self._remove_pending, request)):
+        self._add_pending_request(request)
+        with cleanup_on_error(partial(self._remove_pending_request, request)):
             await self.store.accept_request(uuid, bytes(request_body))
         self.num_accepted_requests += 1
         self._submit_request(request)
@@ -177,15 +177,15 @@ class Engine:
     def items_per_second(self) -> float:
         """Return the number of items scored per second, over the last minute."""
         current_time = time.monotonic()
-        recent_counts = [(t, n) for t, n in self._item_counts if t >= current_time - _THROUGHPUT_WINDOW_SECONDS]
-        elapsed_seconds = max(1.0, current_time - recent_counts[0][0]) if recent_counts else 1.0
-        return sum(num_items for _, num_items in recent_counts) / elapsed_seconds
+        recent_item_counts = [(t, n) for t, n in self._item_counts if t >= current_time - _THROUGHPUT_WINDOW_SECONDS]
+        elapsed_seconds = max(1.0, current_time - recent_item_counts[0][0]) if recent_item_counts else 1.0
+        return sum(num_items for _, num_items in recent_item_counts) / elapsed_seconds
 
-    def _add_pending(self, request: ScoreRequest) -> None:
+    def _add_pending_request(self, request: ScoreRequest) -> None:
         self.pending_requests[request.uuid] = request
         self.pending_bytes += request.num_bytes
 
-    def _remove_pending(self, request: ScoreRequest) -> None:
+    def _remove_pending_request(self, request: ScoreRequest) -> None:
         if self.pending_requests.pop(request.uuid, None):
             self.pending_bytes -= request.num_bytes
             self.decoded_bytes -= request.decoded_bytes
@@ -209,7 +209,7 @@ class Engine:
         if not request.remaining_rewards or (request.media_type == "latent" and self.decoder is None):
             await self.store.finish_request(uuid)
             return
-        self._add_pending(request)
+        self._add_pending_request(request)
         self._submit_request(request)
 
     async def _handle_decoded_video(self, job: RewardJob, result: dict[str, Any], decoding_seconds: float) -> None:
@@ -245,12 +245,14 @@ class Engine:
         request.remaining_rewards.discard(name)
         response_json = json.dumps(response, separators=(",", ":"), ensure_ascii=False)
         # Replace an unpaired surrogate in the JSON, which cannot be encoded as UTF-8.
-        await self._call_store(self.store.put, request.uuid, name, response_json.encode(errors="replace").decode())
+        await self._call_store_with_retries(
+            self.store.put, request.uuid, name, response_json.encode(errors="replace").decode()
+        )
         if not request.remaining_rewards and request.uuid in self.pending_requests:
-            await self._call_store(self.store.finish_request, request.uuid)
-            self._remove_pending(request)
+            await self._call_store_with_retries(self.store.finish_request, request.uuid)
+            self._remove_pending_request(request)
 
-    async def _call_store(self, store_method: Any, *method_arguments: Any) -> None:
+    async def _call_store_with_retries(self, store_method: Any, *method_arguments: Any) -> None:
         retry_pause_seconds = 0.1
         while True:
             try:

@@ -29,7 +29,7 @@ def render_page(engine: Engine, response_counts: Counter[tuple[str, int]]) -> st
     """Return the HTML of the status page; `response_counts` counts responses by route and HTTP status."""
     table_rows = "".join(_render_reward_row(name, engine) for name in engine.pools)
     errors = sorted((text for pool in engine.pools.values() for text in pool.errors), reverse=True)[:20] or ["none"]
-    error_items = "".join(f"<li>{escape(text)}</li>" for text in errors)
+    error_list_items = "".join(f"<li>{escape(text)}</li>" for text in errors)
     responses_text = ", ".join(f"{escape(path)} {status}: {n}" for (path, status), n in sorted(response_counts.items()))
     state_text = "ends after what it has accepted" if engine.is_draining else "takes requests"
     pending_text = f"{len(engine.pending_requests)} requests wait ({engine.pending_bytes / 2**20:.1f} MiB)"
@@ -40,7 +40,7 @@ def render_page(engine: Engine, response_counts: Counter[tuple[str, int]]) -> st
         f"<p>It {state_text}; {pending_text}; {engine.items_per_second():.1f} items/s over the last minute; "
         f"{engine.num_accepted_requests} requests accepted; {escape(engine.config.queue)} queue; "
         f"{time.strftime('%Y-%m-%d %H:%M:%S')}.</p>"
-        f"<table><tr>{table_header}</tr>{table_rows}</table><h2>Last errors</h2><ul>{error_items}</ul>"
+        f"<table><tr>{table_header}</tr>{table_rows}</table><h2>Last errors</h2><ul>{error_list_items}</ul>"
         f"<h2>Responses</h2><p>{responses_text or 'none'}</p></html>"
     )
 
@@ -51,7 +51,7 @@ def _render_reward_row(reward_name: str, engine: Engine) -> str:
     css_class = "ok" if pool.num_ready_processes == num_devices else "bad"
     processes_cell = f"<td class={css_class}>{pool.num_ready_processes} of {num_devices}</td>"
     cell_values = (
-        len(pool.queue), pool.num_in_flight, counters.items,
+        len(pool.queue), pool.num_jobs_in_flight, counters.items,
         f"{counters.seconds / counters.items:.4f}" if counters.items else "",
         counters.errors, counters.restarts, counters.retried,
     )  # fmt: skip

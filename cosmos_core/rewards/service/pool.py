@@ -98,7 +98,7 @@ class RewardPool:
         self.counters = PoolCounters()
         self.errors: deque[str] = deque(maxlen=20)
         self.num_ready_processes = 0
-        self.num_in_flight = 0
+        self.num_jobs_in_flight = 0
         self.loaded_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.model_properties: Mapping[str, Any] = {}
         """Properties of the loaded model, as reported by a worker process, such as `latent_channels` of a VAE."""
@@ -133,14 +133,16 @@ class RewardPool:
                 finally:
                     self.num_ready_processes -= 1
             except Exception as error:
-                failure = error if isinstance(error, ProcessError) else ProcessError(f"{type(error).__name__}: {error}")
-                if failure is not error:
+                process_error = (
+                    error if isinstance(error, ProcessError) else ProcessError(f"{type(error).__name__}: {error}")
+                )
+                if process_error is not error:
                     log.exception("reward %s", self.settings.start_message["name"])
                 if not self.loaded_future.done() and not process.is_ready:
                     self._num_load_attempts_left -= 1
-                    if not failure.is_killed or not self._num_load_attempts_left:
-                        self.loaded_future.set_exception(failure)
-                self._record_error(str(failure))
+                    if not process_error.is_killed or not self._num_load_attempts_left:
+                        self.loaded_future.set_exception(process_error)
+                self._record_error(str(process_error))
             finally:
                 await process.kill()
             self.counters.restarts += 1
@@ -151,7 +153,7 @@ class RewardPool:
         while True:
             jobs = await self._next_batch(process)
             batch_start_time = time.monotonic()
-            self.num_in_flight += len(jobs)
+            self.num_jobs_in_flight += len(jobs)
             try:
                 reply_header, result_arrays = await process.score(jobs)
             except BaseException as error:
@@ -164,7 +166,7 @@ class RewardPool:
                     await self._fail_exhausted_jobs(str(error))
                 raise
             finally:
-                self.num_in_flight -= len(jobs)
+                self.num_jobs_in_flight -= len(jobs)
             self.counters.batches += 1
             self.counters.seconds += time.monotonic() - batch_start_time
             if "error" in reply_header and len(jobs) > 1:  # retry requests one by one to isolate the failing one
@@ -206,12 +208,12 @@ class RewardPool:
             num_items = sum(job.request.num_items for job in self.queue)
             if self.settings.batch_seconds and num_items < self.settings.reward.batch_size:
                 await asyncio.sleep(self.settings.batch_seconds)  # wait for more jobs to fill the batch
-            num_free_items = self.settings.reward.batch_size
-            while self.queue and (not jobs or self.queue[0].request.num_items <= num_free_items):
+            num_items_left_in_batch = self.settings.reward.batch_size
+            while self.queue and (not jobs or self.queue[0].request.num_items <= num_items_left_in_batch):
                 if jobs and (jobs[0].num_attempts or self.queue[0].num_attempts):
                     break
                 jobs.append(self.queue.popleft())
-                num_free_items -= jobs[-1].request.num_items
+                num_items_left_in_batch -= jobs[-1].request.num_items
         return jobs
 
     def _record_error(self, error_text: str) -> None:
@@ -254,8 +256,8 @@ class RewardProcess:
         """Let the worker process score or decode a batch of requests. Return its reply with the scores, and the arrays
         of decoded videos. Raise `ProcessError` if the process ended or timed out."""
         self._batch_number += 1
-        jobs_fields = [job.request.fields | {"media": job.request.media_type} for job in jobs]
-        message_header = {"id": self._batch_number, "jobs": jobs_fields}
+        job_fields = [job.request.fields | {"media": job.request.media_type} for job in jobs]
+        message_header = {"id": self._batch_number, "jobs": job_fields}
         request_arrays = [job.request.array for job in jobs]
         timeout_seconds = self._settings.reward.timeout_seconds
         reply, result_arrays = await self._send_and_receive(message_header, request_arrays, timeout_seconds, "done")

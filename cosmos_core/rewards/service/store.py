@@ -9,11 +9,11 @@ from typing import Any
 
 
 class MemoryStore:
-    """In-memory store of at most `max_entries` scores with at most `max_bytes` bytes in total; a score expires after
+    """In-memory store of at most `max_scores` scores with at most `max_bytes` bytes in total; a score expires after
     `retention_seconds`."""
 
-    def __init__(self, retention_seconds: float, max_entries: int, max_bytes: int) -> None:
-        self._retention_seconds, self._max_entries, self._max_bytes = retention_seconds, max_entries, max_bytes
+    def __init__(self, retention_seconds: float, max_scores: int, max_bytes: int) -> None:
+        self._retention_seconds, self._max_scores, self._max_bytes = retention_seconds, max_scores, max_bytes
         self._unfinished_uuids: set[str] = set()
         self._unfetched_score_keys: set[tuple[str, str]] = set()
         self._num_score_bytes = 0
@@ -42,11 +42,11 @@ class MemoryStore:
         self._num_scores_by_uuid[uuid] = self._num_scores_by_uuid.get(uuid, 0) + 1
         self._unfetched_score_keys.add((uuid, reward_name))
         self._num_score_bytes += len(scores_json)
-        self._remove_expired()
+        self._remove_expired_scores()
 
     async def get(self, uuid: str, reward_name: str) -> str | None:
         """Return the scores of one reward for the request `uuid` as JSON text; None if they are missing."""
-        self._remove_expired()
+        self._remove_expired_scores()
         self._unfetched_score_keys.discard((uuid, reward_name))
         expiry_and_scores = self._scores.get((uuid, reward_name))
         return expiry_and_scores[1] if expiry_and_scores else None
@@ -61,18 +61,18 @@ class MemoryStore:
 
     def has_unfetched_scores(self) -> bool:
         """Return True if the store has scores that no client has fetched and that would be lost with this process."""
-        self._remove_expired()
+        self._remove_expired_scores()
         return bool(self._unfetched_score_keys)
 
     async def close(self) -> None:
         """Close the connections to the storage."""
 
-    def _remove_expired(self) -> None:
+    def _remove_expired_scores(self) -> None:
         current_time = time.monotonic()
         while self._scores:
             (uuid, reward_name), (expiry_time, scores_json) = next(iter(self._scores.items()))
             fits_in_byte_limit = self._num_score_bytes <= self._max_bytes or len(self._scores) == 1
-            if expiry_time > current_time and fits_in_byte_limit and len(self._scores) <= self._max_entries:
+            if expiry_time > current_time and fits_in_byte_limit and len(self._scores) <= self._max_scores:
                 return
             del self._scores[uuid, reward_name]
             self._unfetched_score_keys.discard((uuid, reward_name))

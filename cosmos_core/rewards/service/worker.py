@@ -57,12 +57,12 @@ def main() -> None:
     model_properties = {} if reward_name else {"latent_channels": scorer_or_decoder.num_channels}
     write_message(output_stream, {"ready": True, **model_properties}, [])
     while (batch_message := read_message(input_stream)) is not None:
-        (header, arrays), start_time = batch_message, time.monotonic()
+        (batch_header, arrays), start_time = batch_message, time.monotonic()
         reply: dict[str, Any] = {}
         videos: list[np.ndarray] = []
         try:
             if reward_name:
-                reply["results"] = _score_batch(scorer_or_decoder, header["jobs"], arrays)
+                reply["results"] = _score_batch(scorer_or_decoder, batch_header["jobs"], arrays)
             else:
                 videos = [scorer_or_decoder.decode(array) for array in arrays]
         except Exception as error:  # noqa: BLE001 - the client receives the error, and the next batch may succeed
@@ -70,7 +70,9 @@ def main() -> None:
             if "CUDA error" in str(error):  # exit, because all CUDA calls after a CUDA error fail
                 sys.exit(1)
             reply, videos = {"error": error_on_one_line(error)}, []
-        write_message(output_stream, {"id": header["id"], **reply, "seconds": time.monotonic() - start_time}, videos)
+        write_message(
+            output_stream, {"id": batch_header["id"], **reply, "seconds": time.monotonic() - start_time}, videos
+        )
 
 
 def read_message(input_stream: BinaryIO) -> tuple[dict[str, Any], list[np.ndarray]] | None:
@@ -105,9 +107,9 @@ def write_message(output_stream: BinaryIO, message_header: Mapping[str, Any], ar
 
 
 def _score_batch(scorer: Any, jobs: Sequence[Mapping[str, Any]], arrays: Sequence[np.ndarray]) -> list[dict[str, Any]]:
-    items_by_job = [make_items(job, array) for job, array in zip(jobs, arrays, strict=True)]
-    all_items = [item for job_items in items_by_job for item in job_items]
-    score_columns, item_errors = replace_nonfinite(scorer.score(all_items), len(all_items))
+    items_by_job = [make_reward_inputs(job, array) for job, array in zip(jobs, arrays, strict=True)]
+    batch_items = [item for job_items in items_by_job for item in job_items]
+    score_columns, item_errors = replace_nonfinite(scorer.score(batch_items), len(batch_items))
     scorer_errors = getattr(scorer, "errors", None) or item_errors
     item_errors = [error or reward_error for error, reward_error in zip(item_errors, scorer_errors, strict=True)]
     job_results, first_item_index = [], 0
@@ -123,19 +125,19 @@ def _slice_columns(columns: Mapping[str, Any], item_slice: slice) -> dict[str, A
     return {k: _slice_columns(v, item_slice) if isinstance(v, dict) else v[item_slice] for k, v in columns.items()}
 
 
-def make_items(job: Mapping[str, Any], media_array: np.ndarray) -> list[RewardInput]:
+def make_reward_inputs(job: Mapping[str, Any], media_array: np.ndarray) -> list[RewardInput]:
     """Return the inputs of a reward model for the items of a request, from the request's fields and its array."""
     items = []
     for i, prompt in enumerate(job["prompts"]):
         text_fields = {key: job[name][i] for name, key in _INPUT_FIELD_BY_REQUEST_FIELD.items() if name in job}
-        additional_fields: dict[str, Any] = {}
+        info_fields: dict[str, Any] = {}
         for name in ("video_infos", "metadata"):
-            additional_fields |= job[name][i] if name in job else {}
+            info_fields |= job[name][i] if name in job else {}
         # Fields of the completion, such as `turns`, take precedence over columns of the row.
-        additional_fields |= {key: job[name][i] for name, key in _INFO_KEY_BY_REQUEST_FIELD.items() if name in job}
-        additional_fields |= {name: job[name] for name in ("geneval_only_strict", "ocr_use_gpu") if name in job}
+        info_fields |= {key: job[name][i] for name, key in _INFO_KEY_BY_REQUEST_FIELD.items() if name in job}
+        info_fields |= {name: job[name] for name in ("geneval_only_strict", "ocr_use_gpu") if name in job}
         media = None if job["media"] == "text" else _to_media(job["media"], media_array[i])
-        items.append(RewardInput(prompt=prompt, media=media, info=additional_fields, **text_fields))
+        items.append(RewardInput(prompt=prompt, media=media, info=info_fields, **text_fields))
     return items
 
 
