@@ -26,18 +26,18 @@ class ChangedWords(NamedTuple):
         """Return the number of bytes of the changed words and their positions."""
         return self.positions.nbytes + self.words.nbytes
 
-    def apply(self, previous_data: ByteArray) -> None:
-        """Write the changed words into `previous_data`, which must contain the previous version of the array."""
-        previous_data.view(np.uint16)[self.positions] = self.words
+    def apply_changes(self, previous_bytes: ByteArray) -> None:
+        """Write the changed words into `previous_bytes`, which must contain the previous version of the array."""
+        previous_bytes.view(np.uint16)[self.positions] = self.words
 
 
-def find_changed_words(old_data: ByteArray, new_data: ByteArray) -> ChangedWords | None:
-    """Return the words of `new_data` that differ from `old_data`; None if too many words differ, or if the arrays have
-    different sizes or an odd number of bytes."""
-    if old_data.size != new_data.size or new_data.size % 2:
+def find_changed_words(old_bytes: ByteArray, new_bytes: ByteArray) -> ChangedWords | None:
+    """Return the words of `new_bytes` that differ from `old_bytes`; None if too many words differ, or if the arrays
+    have different sizes or an odd number of bytes."""
+    if old_bytes.size != new_bytes.size or new_bytes.size % 2:
         return None
-    new_words = new_data.view(np.uint16)
-    is_word_changed = old_data.view(np.uint16) != new_words
+    new_words = new_bytes.view(np.uint16)
+    is_word_changed = old_bytes.view(np.uint16) != new_words
     max_changed_words = _MAX_CHANGED_FRACTION * new_words.size
     if np.count_nonzero(is_word_changed) > max_changed_words or new_words.size > np.iinfo(np.uint32).max:
         return None

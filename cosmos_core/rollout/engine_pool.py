@@ -329,9 +329,9 @@ class EnginePool:
             _fail_requests(batch, error)
 
 
-def _fail_requests(sent_requests: Iterable[_Request], error: BaseException) -> None:
+def _fail_requests(requests: Iterable[_Request], error: BaseException) -> None:
     """Set an error on the futures of those requests whose groups of completions are not complete."""
-    for request in sent_requests:
+    for request in requests:
         if not request.group_future.done():
             request.group_future.set_exception(error)
 

@@ -59,7 +59,7 @@ class EngineFleet:
         self._pool = EnginePool(get_handles, max_groups, timeout_seconds, send_heartbeat)
         self.request, self.raise_thread_error = self._pool.request, self._pool.raise_thread_error
         self._submissions: list[tuple[Prompt, Future[Group]]] = []
-        self._loads_only_new = False
+        self._loads_only_new_engines = False
         self.has_new_engine = False
         """Whether the last weight load was the first load of at least one engine."""
         self.sleep_level = 0
@@ -93,11 +93,11 @@ class EngineFleet:
     @contextmanager
     def loading_new_engines(self) -> Iterator[None]:
         """Return a context manager in which weights are loaded only into engines that have no weights yet."""
-        self._loads_only_new = True
+        self._loads_only_new_engines = True
         try:
             yield
         finally:
-            self._loads_only_new = False
+            self._loads_only_new_engines = False
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         if is_first_rank():
@@ -117,9 +117,11 @@ class EngineFleet:
         """Load weights into all open engines except those that die during the load; see `Engine.load_weights`."""
         self._release_cached_memory()
         engines = self._pool.open_engines()  # the list is empty on all ranks but the first
-        receivers = [EngineProcess(e, e.description) for e in engines if e.version is None or not self._loads_only_new]
-        num_sent_tensors, weight_load = 0, WeightLoad(self._pool, receivers)
-        uses_host_link = self._loads_only_new and isinstance(self._weight_transfer, NativeWeightTransfer)
+        receiving_processes = [
+            EngineProcess(e, e.description) for e in engines if e.version is None or not self._loads_only_new_engines
+        ]
+        num_sent_tensors, weight_load = 0, WeightLoad(self._pool, receiving_processes)
+        uses_host_link = self._loads_only_new_engines and isinstance(self._weight_transfer, NativeWeightTransfer)
         weight_transfer = None if uses_host_link else self._weight_transfer
         weight_link = weight_transfer.open_link(weight_load) if weight_transfer else HostWeightLink(weight_load)
         if is_first_rank():

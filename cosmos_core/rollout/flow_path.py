@@ -122,8 +122,8 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
     record. The stochastic steps `stochastic_step_range` draw noise from `generators`, one per sample. The clean first
     frames `conditioning_frames` are inserted at each step; None: no conditioning frames.
     """
-    insert_conditioning = conditioning_frames.insert_frames if conditioning_frames else lambda latents: latents
-    x, solver = insert_conditioning(noise.float()), DpmSolver2M(sigmas_N)
+    insert_conditioning_frames = conditioning_frames.insert_frames if conditioning_frames else lambda latents: latents
+    x, solver = insert_conditioning_frames(noise.float()), DpmSolver2M(sigmas_N)
     recorded_steps = tuple(i for i in stochastic_step_range if i in sampling.trained_steps)
     sampling_path = SamplingPath(x, recorded_steps, [], [], [], [])
     for i in range(len(sigmas_N) - 1):
@@ -135,7 +135,7 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
         noise_levels = NoiseLevels(sigmas_N[i], sigmas_N[i + 1], sigmas_N[1])
         transition = compute_step_distribution(sampling.stochastic_solver, x, v, noise_levels, sampling.noise_scale)
         step_noise = torch.stack([torch.randn(x.shape[1:], generator=generator) for generator in generators])
-        next_latents = insert_conditioning(transition.mean + transition.std.to(x) * step_noise.to(x))
+        next_latents = insert_conditioning_frames(transition.mean + transition.std.to(x) * step_noise.to(x))
         if i in sampling_path.steps:
             sampling_path.latents_before.append(x.cpu())
             sampling_path.latents_after.append(next_latents.cpu())
@@ -145,4 +145,4 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
                 sampling_path.transition_means.append(transition.mean.cpu())
         x = next_latents
     num_conditioning_B = conditioning_frames.num_frames_B if conditioning_frames else None
-    return replace(sampling_path, latents=insert_conditioning(x).cpu(), num_conditioning_B=num_conditioning_B)
+    return replace(sampling_path, latents=insert_conditioning_frames(x).cpu(), num_conditioning_B=num_conditioning_B)

@@ -203,8 +203,8 @@ class FilteredGroupSource:
             scored_groups = self.sync_source.score_groups(groups)
             sampled_groups += scored_groups
             check_scores(step, sampled_groups, self.group_filter.metrics if self.group_filter else ())
-            has_signal = self.group_filter.has_learning_signal if self.group_filter else None
-            kept_groups += filter(has_signal, scored_groups) if has_signal else scored_groups
+            has_learning_signal = self.group_filter.has_learning_signal if self.group_filter else None
+            kept_groups += filter(has_learning_signal, scored_groups) if has_learning_signal else scored_groups
             num_generation_rounds += 1
         if self.group_filter and len(kept_groups) < num_requested_groups and not self.take_prompts(next_position, 1):
             log_message = "step %d: the prompts of all epochs have ended with %d of %d groups of use"
@@ -282,15 +282,17 @@ def lag_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
     }
 
 
-def _throughput_metrics(groups: Sequence[ScoredGroup], generation_seconds: float, seconds: float) -> dict[str, float]:
+def _throughput_metrics(
+    groups: Sequence[ScoredGroup], generation_seconds: float, total_seconds: float
+) -> dict[str, float]:
     completions = [completion for scored_group in groups for completion in scored_group.group.completions]
-    output_unit, num_generated = "tokens", sum(completion.num_sampled for completion in completions)
+    output_unit, num_outputs = "tokens", sum(completion.num_sampled for completion in completions)
     if completions[0].diffusion_sample is not None:
-        output_unit, num_generated = "samples", len(completions)
+        output_unit, num_outputs = "samples", len(completions)
     return {
         "time/generate": generation_seconds,
-        "time/score": seconds - generation_seconds,
-        f"throughput/generated_{output_unit}_per_second": num_generated / max(1e-9, generation_seconds),
+        "time/score": total_seconds - generation_seconds,
+        f"throughput/generated_{output_unit}_per_second": num_outputs / max(1e-9, generation_seconds),
     }
 
 

@@ -101,8 +101,8 @@ class HfEngine(ModuleEngine):
         completions: list[list[Completion]] = [[] for _ in prompts]
         for ks in (sample_indices[k : k + completions_per_pass] for k in sample_indices[::completions_per_pass]):
             with self._inference_mode():
-                output_rows = [tensor.tolist() for tensor in self._sample(prompts, sampling, step, ks)]
-            for row_index, (tokens, logprobs, length) in enumerate(zip(*output_rows, strict=True)):
+                sample_lists = [tensor.tolist() for tensor in self._sample(prompts, sampling, step, ks)]
+            for row_index, (tokens, logprobs, length) in enumerate(zip(*sample_lists, strict=True)):
                 new_completion = completion(
                     self._tokenizer, tokens[:length], logprobs[:length], version=self._version,
                     ends_with_stop=tokens[length - 1] in self._stop_token_ids, vision=self._image_reader,
@@ -256,8 +256,8 @@ class HfEngine(ModuleEngine):
         `_sample` (shape 2V, for two copies of the prompt), and those of one forward pass without a cache (shape V)."""
         model, num_padding_tokens = self._model, NUM_PROBE_TOKENS // 2 if prompt_batching.has_padding else 0
         # Avoid the lowest token ids, because many models use one of them as the pad token.
-        ids_T = torch.arange(NUM_PROBE_TOKENS, 3 * NUM_PROBE_TOKENS, device=model.device)
-        input_ids_BT = (ids_T % model.config.get_text_config().vocab_size).view(2, -1)
+        probe_ids_T = torch.arange(NUM_PROBE_TOKENS, 3 * NUM_PROBE_TOKENS, device=model.device)
+        input_ids_BT = (probe_ids_T % model.config.get_text_config().vocab_size).view(2, -1)
         mask_BT = torch.ones_like(input_ids_BT)
         mask_BT[0, :num_padding_tokens] = 0
         positions_BT, cache = (mask_BT.cumsum(-1) - 1).clamp(min=0), self._make_cache()
@@ -303,9 +303,11 @@ class _PreallocatedCacheLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self._cache_buffers is None or self._cache_buffers[0].shape[-2] < num_cached_tokens + num_new_tokens:
-            num_slots = num_cached_tokens + num_new_tokens + max(_MIN_CACHE_GROWTH_TOKENS, num_cached_tokens // 4)
-            key_buffer = _allocate_cache(self.keys, key_states, num_slots)
-            self._cache_buffers = key_buffer, _allocate_cache(self.values, value_states, num_slots)
+            num_allocated_tokens = (
+                num_cached_tokens + num_new_tokens + max(_MIN_CACHE_GROWTH_TOKENS, num_cached_tokens // 4)
+            )
+            key_buffer = _allocate_cache(self.keys, key_states, num_allocated_tokens)
+            self._cache_buffers = key_buffer, _allocate_cache(self.values, value_states, num_allocated_tokens)
         keys, values = (buffer[..., : num_cached_tokens + num_new_tokens, :] for buffer in self._cache_buffers)
         keys[..., num_cached_tokens:, :], values[..., num_cached_tokens:, :] = key_states, value_states
         self.keys, self.values = keys, values

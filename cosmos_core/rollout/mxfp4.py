@@ -14,7 +14,7 @@ from cosmos_core.rollout.base import Bucket
 QUANTIZATION_FORMAT = "mxfp4"
 _BLOCK_SIZE = 32
 _EXPERT_WEIGHT_SUFFIXES = ("experts.gate_up_proj", "experts.down_proj")
-_LARGEST_EXPONENT = 2
+_LARGEST_FP4_EXPONENT = 2
 """Exponent of the largest 4-bit (E2M1) values, 4 and 6."""
 _EXPONENT_BIAS = 127
 _ROUNDING_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -43,11 +43,11 @@ def quantize_experts(weight_EOI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_expert(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    blocked_weights = weight_OI.float().unflatten(-1, (-1, _BLOCK_SIZE))
-    max_abs_ON = blocked_weights.abs().amax(-1)
-    exponents_ON = torch.frexp(max_abs_ON).exponent - 1 - _LARGEST_EXPONENT
+    weight_blocks = weight_OI.float().unflatten(-1, (-1, _BLOCK_SIZE))
+    max_abs_ON = weight_blocks.abs().amax(-1)
+    exponents_ON = torch.frexp(max_abs_ON).exponent - 1 - _LARGEST_FP4_EXPONENT
     exponents_ON = torch.where(max_abs_ON > 0, exponents_ON, -_EXPONENT_BIAS).clamp(-_EXPONENT_BIAS, _EXPONENT_BIAS)
-    scaled_weights = torch.ldexp(blocked_weights, -exponents_ON.unsqueeze(-1))
+    scaled_weights = torch.ldexp(weight_blocks, -exponents_ON.unsqueeze(-1))
     rounding_midpoints = torch.tensor(_ROUNDING_MIDPOINTS, device=scaled_weights.device)
     # Round midpoints to the neighbour with the even code, which is the upper neighbour of every second midpoint.
     rounding_midpoints[1::2] = torch.nextafter(rounding_midpoints[1::2], torch.zeros_like(rounding_midpoints[1::2]))

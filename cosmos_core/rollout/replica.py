@@ -105,7 +105,7 @@ class EngineReplica:
         """Error of model, data or settings during generation, which a restart of the engine would not fix."""
         self._session_id = ""
         self._num_forward_passes = 0
-        self._num_in_flight = 0
+        self._num_groups_in_flight = 0
         self._weight_load: _WeightLoad | None = None
         self._kept_bucket_by_index: dict[int, PackedBucket] = {}
         self._version: int | None = None
@@ -124,10 +124,10 @@ class EngineReplica:
         def reset_session(engine: Engine) -> None:
             if hasattr(engine, "abort"):
                 engine.abort()
-                self._num_in_flight = 0
+                self._num_groups_in_flight = 0
             elif self._permanent_error:
                 os._exit(1)  # exit, because without `abort` the engine would generate its old requests in this session
-            while self._num_in_flight:
+            while self._num_groups_in_flight:
                 self._generate(engine)
             with self._group_condition:
                 self._session_id, self._finished_groups, self._permanent_error = session_id, [], None
@@ -145,7 +145,7 @@ class EngineReplica:
 
         def submit(engine: Engine) -> None:
             engine.submit(prompts, sampling, step)
-            self._num_in_flight += len(prompts)
+            self._num_groups_in_flight += len(prompts)
 
         self._check_session_id(session_id)
         self._run_on_engine_thread(submit)
@@ -173,8 +173,10 @@ class EngineReplica:
         generates until the last bucket has arrived. The trainer kills engines without a reply for `timeout_seconds`."""
         assert self._weight_load is None or self._weight_load.receipt_future.done(), "one load at a time"
         buckets = queue.Queue[_BucketQueueItem](0 if loads_in_background else 1)
-        timeout = max(_MIN_BUCKET_TIMEOUT_SECONDS, _BUCKET_TIMEOUT_FACTOR * timeout_seconds)
-        self._weight_load = weight_load = _WeightLoad(buckets, Future(), timeout, is_scheduled=not loads_in_background)
+        bucket_timeout_seconds = max(_MIN_BUCKET_TIMEOUT_SECONDS, _BUCKET_TIMEOUT_FACTOR * timeout_seconds)
+        self._weight_load = weight_load = _WeightLoad(
+            buckets, Future(), bucket_timeout_seconds, is_scheduled=not loads_in_background
+        )
         if not loads_in_background:
             self._engine_commands.put(lambda engine: self._load_buckets(engine, weight_load, version))
 
@@ -190,7 +192,7 @@ class EngineReplica:
             if bucket_index not in self._kept_bucket_by_index:
                 raise ConnectionError("the process that got the previous weights has died")
             kept_bucket = self._kept_bucket_by_index[bucket_index]
-            bucket.apply(kept_bucket.data)
+            bucket.apply_changes(kept_bucket.data)
         else:
             # Copy the array, because it may be in shared memory, which a later bucket overwrites.
             kept_bucket = self._kept_bucket_by_index[bucket_index] = bucket._replace(data=bucket.data.copy())
@@ -244,10 +246,10 @@ class EngineReplica:
         """Reallocate the engine's accelerator memory between two forward passes; see `Engine.wake`."""
         self._run_on_engine_thread(lambda engine: engine.wake())
 
-    def _run_on_engine_thread(self, call_engine: Callable[[Engine], Any]) -> Any:
+    def _run_on_engine_thread(self, engine_function: Callable[[Engine], Any]) -> Any:
         """Call a function with the engine on the engine's thread, between two forward passes, and return the result."""
         result_future: Future[Any] = Future()
-        self._engine_commands.put(lambda engine: complete_future(result_future, lambda: call_engine(engine)))
+        self._engine_commands.put(lambda engine: complete_future(result_future, lambda: engine_function(engine)))
         return result_future.result()
 
     def _count_forward_pass(self) -> None:
@@ -260,10 +262,10 @@ class EngineReplica:
             self._description_future.set_exception(error)
             return
         has_native_link = getattr(engine, "link", None) is not None
-        description = EngineDescription(engine.name, engine.weight_format, os.getpid(), has_native_link)
-        self._description_future.set_result(description)
+        engine_description = EngineDescription(engine.name, engine.weight_format, os.getpid(), has_native_link)
+        self._description_future.set_result(engine_description)
         while True:
-            while self._num_in_flight == 0 or not self._engine_commands.empty():
+            while self._num_groups_in_flight == 0 or not self._engine_commands.empty():
                 self._engine_commands.get()(engine)
             self._generate(engine)
 
@@ -274,14 +276,14 @@ class EngineReplica:
             groups = getattr(engine, "step", engine.completed)()
         except (ConfigError, DataError, ModelError) as error:
             with self._group_condition:
-                self._permanent_error, self._num_in_flight = error, 0
+                self._permanent_error, self._num_groups_in_flight = error, 0
                 self._group_condition.notify_all()
             return
         except Exception:
             logger.exception("the engine failed")
             os._exit(1)
         self._count_forward_pass()
-        self._num_in_flight -= len(groups)
+        self._num_groups_in_flight -= len(groups)
         if groups:
             with self._group_condition:
                 self._finished_groups += groups
@@ -290,7 +292,7 @@ class EngineReplica:
     def _load_buckets(self, engine: Engine, weight_load: _WeightLoad, version: int, *, drains: bool = False) -> None:
         """Load the weights of version `version` into the engine, as the buckets of `weight_load` arrive; with `drains`,
         first generate until no request is in flight."""
-        while drains and self._num_in_flight:
+        while drains and self._num_groups_in_flight:
             # Each forward pass counts as progress, so that the trainer does not kill the engine as hung.
             self._generate(engine)
 

@@ -151,10 +151,10 @@ class DeltaWeightLink(HostWeightLink):
                 arguments = [(bucket_index,)] * len(receivers)
                 replies += self._weight_load.call_engines("receive_kept_bucket", arguments, shared_value, receivers)
         self._weight_load.await_replies(replies)
-        sent_bytes = packed_bucket.data.nbytes
+        num_bytes = packed_bucket.data.nbytes
         if changed_words is not None and any(has_previous_weights):
-            sent_bytes = changed_words.nbytes
-        self._transfer.num_sent_bytes += sent_bytes
+            num_bytes = changed_words.nbytes
+        self._transfer.num_sent_bytes += num_bytes
 
     def confirm_weight_load(self) -> None:
         if not self._num_buckets:
@@ -174,7 +174,7 @@ class NativeWeightTransfer:
         self._last_processes: list[EngineDescription | None] = []
         """Engine processes of the last attempt to connect them with the trainer, in order."""
         self._is_connected = False
-        self.num_failures = 0
+        self.num_failed_transfers = 0
         """Number of failed native transfers since an engine process was replaced, or since a load that succeeded."""
 
     def open_link(self, weight_load: WeightLoad) -> HostWeightLink:
@@ -187,9 +187,9 @@ class NativeWeightTransfer:
         """Disconnect from the engines after a transfer failed, and log the reason; the next load connects again."""
         self.transport.abort()
         self._is_connected = False
-        self.num_failures += 1
+        self.num_failed_transfers += 1
         if is_first_rank():
-            is_last_attempt = self.num_failures >= _MAX_TRANSFER_FAILURES
+            is_last_attempt = self.num_failed_transfers >= _MAX_TRANSFER_FAILURES
             retry_text = ", as all later ones until an engine is replaced" if is_last_attempt else ""
             log_message = "native weight transfer: %s; these weights travel through host memory%s"
             logger.warning(log_message, failure_reason, retry_text)
@@ -202,10 +202,10 @@ class NativeWeightTransfer:
     def _ensure_connection(self, weight_load: WeightLoad) -> bool:
         if self.is_connected(weight_load.processes):
             return True
-        descriptions = [process.description for process in weight_load.processes]
-        if list(map(id, descriptions)) != list(map(id, self._last_processes)):
-            self._last_processes, self.num_failures, self._is_connected = descriptions, 0, False
-        if descriptions and self.num_failures < _MAX_TRANSFER_FAILURES:
+        process_descriptions = [process.description for process in weight_load.processes]
+        if list(map(id, process_descriptions)) != list(map(id, self._last_processes)):
+            self._last_processes, self.num_failed_transfers, self._is_connected = process_descriptions, 0, False
+        if process_descriptions and self.num_failed_transfers < _MAX_TRANSFER_FAILURES:
             # After an error, weights are sent through host memory, which needs neither NCCL nor CUDA IPC.
             with log_errors(lambda error: self.disconnect_after_failure(first_line(error))):
                 self._connect_engines(weight_load)
@@ -215,7 +215,7 @@ class NativeWeightTransfer:
     def _connect_engines(self, weight_load: WeightLoad) -> None:
         num_processes = len(weight_load.processes)
         if not all(description and description.supports_native_transfer for description in self._last_processes):
-            self.num_failures = _MAX_TRANSFER_FAILURES  # disable native transfer for these engines
+            self.num_failed_transfers = _MAX_TRANSFER_FAILURES  # disable native transfer for these engines
             raise TransferFailed("an engine has no native link")
         init_infos = self.transport.prepare_connection(num_processes, self._ranks_per_engine)
         call_arguments = [(self.transport.backend, init_info, _CONNECT_TIMEOUT_SECONDS) for init_info in init_infos]
@@ -259,7 +259,7 @@ class NativeWeightLink(HostWeightLink):
         """Free the send buffers of the ranks after the last bucket of the load."""
         self._transfer.transport.end_weight_load()
         if not self._has_failed:
-            self._transfer.num_failures = 0
+            self._transfer.num_failed_transfers = 0
 
     def _transfer_bucket(self, bucket_header: BucketHeader) -> tuple[str, Sequence[int]]:
         """Send the bucket in the send buffer to all engines; return the reason of a failure or "", and the positions of

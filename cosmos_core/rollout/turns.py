@@ -101,9 +101,9 @@ class MultiTurnEngine(EngineWrapper):
     def _continue_conversations(self, groups: Sequence[Group]) -> list[Group]:
         """Add newly sampled turns to their conversations, and continue those that have not ended. Return the groups in
         which all conversations have ended."""
-        conversation_states = [turn_update for group in groups for turn_update in self._add_turns(group)]
-        self._submit_next_turns([conversation for conversation, has_ended in conversation_states if not has_ended])
-        unfinished_groups = {id(conversation.group): conversation.group for conversation, _ in conversation_states}
+        updated_conversations = [turn_update for group in groups for turn_update in self._add_turns(group)]
+        self._submit_next_turns([conversation for conversation, has_ended in updated_conversations if not has_ended])
+        unfinished_groups = {id(conversation.group): conversation.group for conversation, _ in updated_conversations}
         return list(filter(None, (group.to_group() for group in unfinished_groups.values())))
 
     def _abort_conversations(self) -> None:
@@ -155,15 +155,15 @@ class MultiTurnEngine(EngineWrapper):
         if self._rank_group is None or not tool_calls:
             tool_results = iter(self._tool_runner.run_tool_calls(tool_calls))
         else:  # the first rank of an engine calls the tools for all ranks of the engine
-            first_rank = dist.get_global_rank(self._rank_group, 0)
-            local_results = self._tool_runner.run_tool_calls(tool_calls) if rank_number() == first_rank else []
+            first_rank_number = dist.get_global_rank(self._rank_group, 0)
+            local_results = self._tool_runner.run_tool_calls(tool_calls) if rank_number() == first_rank_number else []
             result_fields = [(result.text, result.is_error) for result in local_results]
-            received_fields = exchange.broadcast(result_fields, first_rank, self._rank_group)
+            received_fields = exchange.broadcast(result_fields, first_rank_number, self._rank_group)
             tool_results = (ToolResult(*values) for values in received_fields)
         prompts_by_submission_key: dict[tuple[Sampling, int], list[tuple[Prompt, int]]] = defaultdict(list)
         for conversation in conversations:
-            named_results = [(call.name or "unknown", next(tool_results)) for call in conversation.tool_calls]
-            if (prompt := self._next_prompt(conversation, named_results)) is None:
+            results_with_tool_names = [(call.name or "unknown", next(tool_results)) for call in conversation.tool_calls]
+            if (prompt := self._next_prompt(conversation, results_with_tool_names)) is None:
                 conversation.end_conversation("length")
                 continue
             self._conversation_by_id[prompt.id] = conversation
@@ -186,8 +186,8 @@ class MultiTurnEngine(EngineWrapper):
             return None
         conversation.segments.append(Segment(result_token_ids, False, (), conversation.segments[-1].version))
         turn_key = (group.prompt.id, group.step, conversation.k, conversation.num_policy_turns)
-        free_request_ids = (turn_request_id(*turn_key, attempt_index) for attempt_index in count())
-        request_id = next(id_ for id_ in free_request_ids if id_ not in self._conversation_by_id)
+        request_id_candidates = (turn_request_id(*turn_key, attempt_index) for attempt_index in count())
+        request_id = next(id_ for id_ in request_id_candidates if id_ not in self._conversation_by_id)
         return replace(group.prompt, id=request_id, token_ids=token_ids, later_turn_token_ids=later_token_ids)
 
 

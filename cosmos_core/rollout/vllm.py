@@ -156,7 +156,7 @@ class VllmEngine:
             if self._adapter is None:
                 self._replace_weights(buckets)
             else:
-                self._adapter.load(self._llm, chain.from_iterable(self._weight_receiver.buckets(buckets)))
+                self._adapter.load_factors(self._llm, chain.from_iterable(self._weight_receiver.buckets(buckets)))
         # The KV cache is reallocated after the load, because a load needs more memory than the weights alone.
         self._reallocate_memory(_KV_CACHE_TAG)
         with vllm_process.restore_process_state():
@@ -197,8 +197,8 @@ class VllmEngine:
                         probe_output = output
                     else:
                         self._groups_finished_during_probe += self._add_completion(output)
-        token_logprobs = zip(token_ids[1:], probe_output.prompt_logprobs[1:], strict=True)
-        return [logprob_by_token[token].logprob for token, logprob_by_token in token_logprobs]
+        tokens_and_logprobs = zip(token_ids[1:], probe_output.prompt_logprobs[1:], strict=True)
+        return [logprob_by_token[token].logprob for token, logprob_by_token in tokens_and_logprobs]
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
         """Release GPU memory; level 1 moves the weights to the host. With an adapter, level 2 is the same as level 1,

@@ -42,7 +42,7 @@ class VllmAdapter:
         max_lora_rank = next(rank for rank in _SUPPORTED_LORA_RANKS if rank >= self.lora_rank)
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_lora_rank}
 
-    def load(self, llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load_factors(self, llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load the LoRA factors of a new version of the policy into the vLLM engine `llm`, which reads them from a
         temporary file."""
         from vllm.lora.request import LoRARequest

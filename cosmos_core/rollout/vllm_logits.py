@@ -69,12 +69,12 @@ def prompt_logits(folder: Path, token_rows: Sequence[list[int]]) -> Iterator[Ten
         returned_logprobs_T = torch.tensor([logprobs[token].logprob for logprobs, token in logprobs_and_tokens])
         # Use the last call of `compute_logits`, that for the prompt, without the last position, which only GPUs add.
         logits_TV = captured_logits[-1][: len(token_row) - 1].float().cpu()
-        problem = "vLLM computes log-probabilities of prompts in an unexpected way"
+        error_prefix = "vLLM computes log-probabilities of prompts in an unexpected way"
         if len(logits_TV) != len(returned_logprobs_T):
-            raise StageFailed(f"{problem}: {len(logits_TV)} positions for a prompt of {len(token_row)} tokens")
+            raise StageFailed(f"{error_prefix}: {len(logits_TV)} positions for a prompt of {len(token_row)} tokens")
         captured_logprobs_T = logits_TV.log_softmax(-1)[torch.arange(len(returned_logprobs_T)), token_row[1:]]
         if not (difference := (captured_logprobs_T - returned_logprobs_T).abs().max()) < _MAX_LOGPROB_DIFFERENCE:
-            raise StageFailed(f"{problem}: those of its logits differ from what it returns by {difference:.2g}")
+            raise StageFailed(f"{error_prefix}: those of its logits differ from what it returns by {difference:.2g}")
         yield logits_TV
 
 

@@ -151,7 +151,7 @@ def test_changed_words_are_found_and_applied() -> None:
     new[[3, 100, 101, 1999]] ^= 1
     changes = find_changed_words(old, new)
     assert changes is not None and changes.positions.tolist() == [1, 50, 999] and changes.nbytes == 18
-    changes.apply(old)
+    changes.apply_changes(old)
     assert (old == new).all()
     assert find_changed_words(old[:-2], new) is None and find_changed_words(old[:-1], new[:-1]) is None
     assert find_changed_words(old, ~new) is None

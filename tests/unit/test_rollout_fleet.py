@@ -161,7 +161,7 @@ def test_an_engine_that_works_for_longer_than_the_patience_is_left_alone(
     handle = Threaded(Slow)
     with fleet_of(handle, patience=600.0, weight_sync_mode=swap, version=1) as fleet:
         fleet.submit(PROMPTS[:2], SAMPLING, 1)
-        wait_until(lambda: handle._replica._num_in_flight, 5, "it has prompts")
+        wait_until(lambda: handle._replica._num_groups_in_flight, 5, "it has prompts")
         fleet.load_weights(2, weights(2) + [[(f"{i}", torch.zeros(2))] for i in range(8)])
         assert [group.prompt.id for group in fleet.completed()] == [0, 1]
         assert handle.deaths == 0 and sum(passed) > 600.0

@@ -101,9 +101,9 @@ class Loads:
         requests = [fleet.request(prompt, sampling(1.0, max_tokens=40), 4) for prompt in PROMPTS[:2] * is_busy]
         if is_busy:
             wait_until(
-                lambda: replica._num_in_flight == 2 and replica._num_forward_passes >= enough, 60, "it generates"
+                lambda: replica._num_groups_in_flight == 2 and replica._num_forward_passes >= enough, 60, "it generates"
             )
-        in_flight = replica._num_in_flight
+        in_flight = replica._num_groups_in_flight
         before = len(engine.received)
         target: Any = fleet if cut is None else Cutting(fleet, cut)
         publisher_of(target, self.model).publish(self.version)
