@@ -141,13 +141,12 @@ def _max_rl_advantages(rewards_by_group: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def gdpo_advantages(rewards: Sequence[RewardsByGroup], weights: Sequence[float]) -> list[list[float | None]]:
-    """Return the advantages of GDPO (arXiv 2601.05242), with the estimators of TRL.
+    """Return the advantages of GDPO (arXiv 2601.05242), with the standard deviations and the constant of TRL.
 
     `rewards` has an element per reward function: its values for the completions of each group. Each value r becomes (r
     - mean) / (sample std + 1e-4) within its group. The sums over functions, weighted by `weights`, are normalized by
     the same formula over all completions of the train step. A value that a completion lacks, because the function does
-    not apply to it, adds nothing to the sum; a completion without any value has the advantage None.
-    """
+    not apply to it, adds nothing to the sum; a completion without any value has the advantage None."""
     rewards_by_group = zip(*rewards, strict=True)
     has_value_by_group = [[any(map(_is_finite, each)) for each in zip(*row, strict=True)] for row in rewards_by_group]
     weighted_sums = [np.zeros(len(row)) for row in has_value_by_group]

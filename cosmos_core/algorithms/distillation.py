@@ -41,9 +41,10 @@ class TeacherLoss(NamedTuple):
     """Contribution of the teacher model to the loss of a micro-batch."""
 
     advantages_BS: Tensor | None
-    """Terms of the teacher to add to the advantage of each token; None: nothing is added."""
+    """Penalties for differences from the teacher, to add to the advantage of each token; None: nothing is added."""
     loss_BS: Tensor | None
-    """Terms of the teacher, with gradient, to add to the loss of each token; None: nothing is added."""
+    """Divergence of the policy from the teacher at each token, with gradient, to add to the token's loss; None: nothing
+    is added."""
     metrics: Metrics
 
 

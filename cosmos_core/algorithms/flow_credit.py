@@ -35,7 +35,8 @@ class FlowRollout:
 
     @property
     def latents(self) -> Tensor:
-        """Return the clean latents of the image or video, whose size determines the cost of a training sample."""
+        """Return the clean latents of the image or video; the cost of a training sample depends on the size of these
+        latents."""
         return self.diffusion_sample.latents  # type: ignore[no-any-return]
 
 

@@ -32,7 +32,7 @@ class _SamplerStep:
 
     rollout: FlowRollout
     step_index: int
-    """Index of this sampler step among those whose latents the rollout recorded."""
+    """Index of this step in the list of the sampler steps whose latents the rollout recorded."""
 
     @property
     def sample(self) -> DiffusionSample:

@@ -28,7 +28,8 @@ from cosmos_core.rollout.base import request_seed
 from cosmos_core.types import Sampling, ScoredGroup
 
 _TRAINING_SEED_OFFSET = 1 << 20
-"""Number that is added to the index of a completion in its group, so that its seeds for training and rollout differ."""
+"""Number that is added to the index of a completion in its group to derive the seed for training on this completion, so
+that this seed differs from that of the rollout."""
 _MAX_EXP_INPUT = 100.0
 """Upper bound of x in exp(x), by which `exp_reward` transforms advantages, against overflow; losses clip them at about
 5."""

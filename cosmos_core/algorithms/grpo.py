@@ -312,9 +312,9 @@ def _make_weight_rule(config: GrpoConfig, sampling: Sampling | None) -> Importan
 
 
 def _pad_micro_batch(rows: Sequence[Tensor] | None, micro_batch: MicroBatch) -> Tensor | None:
-    """Return one tensor of the `rows` of a micro-batch's samples, padded with zeros to the shape of
-    `micro_batch.logprobs_BS`. `rows` has a row for each sample of the update, with a number or vector per token; None
-    if `rows` is None."""
+    """Return the rows of a micro-batch's samples as one tensor, padded with zeros to the shape of
+    `micro_batch.logprobs_BS`; None if `rows` is None. `rows` has for each sample of the optimizer step a tensor with a
+    number or a vector per token."""
     if rows is None:
         return None
     padded_rows_BS = micro_batch.logprobs_BS.new_zeros((*micro_batch.logprobs_BS.shape, *rows[0].shape[1:]))

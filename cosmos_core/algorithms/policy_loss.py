@@ -41,7 +41,8 @@ class PolicyLossInputs:
     rollout_logprobs_BT: Tensor | None = None
     """Log-probabilities under mu, from which rollouts sampled the tokens; AIPO and the off-policy mask need them."""
     token_advantages_BT: Tensor | None = None
-    """Values of tokens that are added to the advantage of their sequence; None: nothing is added."""
+    """Advantage of each token that is added to the advantage of its sequence, such as the terms of a teacher model;
+    None: nothing is added."""
 
 
 class PolicyLoss(NamedTuple):

@@ -27,10 +27,10 @@ class BatchingSettings:
 
 
 def fill_micro_batches(lengths: Sequence[int], row_order: Sequence[int], settings: BatchingSettings) -> list[list[int]]:
-    """Divide the rows with the numbers `row_order`, in training order, into micro-batches of at most
-    `settings.max_tokens` tokens. The first `settings.pool_size` remaining rows are the candidates for a micro-batch,
-    which starts with the first of them. The candidate with which the micro-batch has the fewest tokens, padding
-    included, is added repeatedly until no candidate fits."""
+    """Divide rows into micro-batches of at most `settings.max_tokens` tokens, and return the numbers of the rows of
+    each. `lengths`: number of tokens of each row of the data set; `row_order`: numbers of the rows in training order.
+    The candidates for a micro-batch are the first `settings.pool_size` remaining rows. The first candidate starts the
+    micro-batch. Then the candidate with which it has the fewest tokens, padding included, is added until none fits."""
     remaining_rows = iter(row_order)
     candidate_rows = list(islice(remaining_rows, settings.pool_size))
     micro_batches = []

@@ -90,7 +90,8 @@ def make_prompt_rendering(
 def make_tool_runner(
     config: MultiTurnRolloutConfig, num_workers: int | None = None, send_heartbeat: Callable[[], None] = lambda: None
 ) -> ToolRunner:
-    """Return a `ToolRunner` for the tools of a recipe; it is a context manager, which the caller enters."""
+    """Return a `ToolRunner` for the tools of a recipe, a context manager, which the caller enters. `num_workers` is the
+    number of its worker processes; it calls `send_heartbeat` while it waits for results."""
     return ToolRunner(
         config.enabled_tools, timeout_seconds=config.tool_timeout_seconds, variable_names=config.tool_env,
         num_workers=num_workers, send_heartbeat=send_heartbeat,

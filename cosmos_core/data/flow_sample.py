@@ -74,7 +74,8 @@ class NoiseSampler:
         return FlowSample(latents, sigma_1.item(), embedding, noise, num_conditioning_frames=num_frames, weight=weight)
 
     def _sample_num_conditioning_frames(self, row: MediaRow, generator: torch.Generator) -> int:
-        """Return a random number of clean conditioning frames, at least one fewer than the row's latent frames."""
+        """Return a random number of clean conditioning frames in the configured range, at most the number of the row's
+        latent frames minus 1."""
         num_latent_frames = row.mean.shape[1] if row.mean.ndim == 4 else 1
         min_frames = min(self.config.min_given_frames, num_latent_frames - 1)
         max_conditioning_frames = min(self.config.max_given_frames, self.max_conditioning_frames, num_latent_frames - 1)

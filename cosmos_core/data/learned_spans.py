@@ -151,7 +151,8 @@ def _decode_end_tokens(tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, 
 
 
 def _make_missing_turns_error(turns: list[Message], location: str) -> DataError:
-    """Return the error to raise if the assistant's turns cannot be located in the rendering."""
+    """Return the DataError for a conversation whose assistant turns cannot be located in the rendering; a SkippedRow if
+    an assistant turn comes first, since some chat templates leave it out."""
     first_role = next(turn["role"] for turn in turns if turn["role"] not in {"system", "developer"})
     if first_role == "assistant":  # skip the row: some templates leave out an assistant turn before the first user turn
         return SkippedRow(location, "that begins with the assistant, in a way that the chat template hides")

@@ -154,8 +154,9 @@ def _select_longer_prompt(
 
 def _read_completions(row: Row, location: str, with_images: bool) -> list[list[Message] | str]:
     """Return the chosen and the rejected completion of a row. In rows of ms-swift the chosen completion is in a column
-    of turns or in `response`, and the rejected one in `rejected_messages` or `rejected_response`, in place of the turns
-    after the last user turn. Older rows of LLaMA-Factory have both as a list in `output`."""
+    of turns or in `response`, and the rejected one in `rejected_messages` or `rejected_response`. If the rejected one
+    begins with an assistant turn, it is put after the last user turn of the chosen one. Older rows of LLaMA-Factory
+    have both as a list in `output`."""
     outputs = None if has_column_value(row, "chosen") else row.get("output")
     if isinstance(outputs, list) and len(outputs) == 2 and all(isinstance(output_text, str) for output_text in outputs):
         return [read_content(output_text, location) for output_text in outputs]

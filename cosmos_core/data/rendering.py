@@ -17,7 +17,7 @@ _MAX_RENDERED_CHARACTERS = 1 << 26  # maximum number of characters that a templa
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 TemplateRenderer = PreTrainedTokenizerBase | ProcessorMixin
 Tools = list[Any] | None
-"""Descriptions of the callable tools that are passed to the chat template."""
+"""Descriptions of the callable tools that are passed to the chat template; None: there are no tools."""
 
 
 class RefusedRow(SkippedRow):

@@ -174,8 +174,9 @@ def _split_at_generation_prompt(
 
 
 def _find_turn_end(text_after_completion: str, text_after_last_completion: str, turn_end_tokens: Sequence[str]) -> str:
-    """Return the text that ends a turn: the common prefix of the template's texts after a completion and after the last
-    completion, up to the end of a token: `<|end|>` for the texts `<|end|><|user|>` and `<|end|><|endoftext|>`."""
+    """Return the text that ends a turn in the rendering: the common prefix of the texts that the chat template writes
+    after a completion and after the last completion, up to the end of one of `turn_end_tokens`. For the texts
+    `<|end|><|user|>` and `<|end|><|endoftext|>` it is `<|end|>`."""
     common_prefix = text_after_completion[: common_prefix_length(text_after_completion, text_after_last_completion)]
     token_ends = [common_prefix.rfind(token) + len(token) for token in turn_end_tokens if token in common_prefix]
     return common_prefix[: max(token_ends)] if token_ends else common_prefix
@@ -184,9 +185,9 @@ def _find_turn_end(text_after_completion: str, text_after_last_completion: str, 
 def _locate_completions(
     rendered_text: str, preceding_texts: list[TextBeforeCompletion], final_text: str, turn_end_texts: list[str]
 ) -> list[Span] | None:
-    """Return the span of each completion, including the end of its turn. The completions are located by the texts that
-    the chat template writes around them; return None if these do not occur in `rendered_text`, or if several locations
-    are possible."""
+    """Return the span of each completion in `rendered_text`, including the end of its turn. The completions are located
+    by the texts that the chat template writes before them, and after the last one (`final_text`). Return None if these
+    texts do not occur in `rendered_text`, or if several locations are possible."""
     (first_text, _), *later_preceding_texts = preceding_texts
     next_texts = [text for text, _ in later_preceding_texts]
     search_start, search_end = len(first_text), len(rendered_text) - len(final_text)
