@@ -67,7 +67,7 @@ class Variant:
         train = TrainConfig.model_validate(values)
         adapter: Any = CausalLM(self.model, train, InputProcessing(0))
         if not arranges:
-            adapter._has_merged_prompts, adapter.arrange_micro_batches = False, lambda *_: None
+            adapter._merges_prompts, adapter.arrange_micro_batches = False, lambda *_: None
         self.trainer = Trainer(adapter, train, ProgressWriter(folder / "progress.json"))
         assert isinstance(train.train_policy, GrpoConfig)
         self.algorithm = Grpo(train.train_policy)

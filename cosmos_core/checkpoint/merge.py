@@ -38,9 +38,9 @@ _TASK_VECTOR_METHODS: Mapping[str, Callable[..., Tensor]] = {
 
 def run(stage: Stage) -> Outcome:
     """Merge the models of the upstream stages, and check that transformers knows each tensor of the merged model. Raise
-    `ConfigError` if the stage's `after` names fewer than two models or there is not one weight per model, `ModelError`
-    if the models differ in names or shapes of tensors, and `Preempted`, with nothing written, if a stop was
-    requested."""
+    `ConfigError` if the stage's `after` names fewer than two models, or `merge.weights` has not one value per model;
+    `ModelError` if the models differ in names or shapes of tensors; and `Preempted`, with nothing written, if a stop
+    was requested."""
     config = stage.recipe.merge
     upstream_results = _get_upstream_results(stage)
     model_folders = [Path(result["path"]) / str(result["info"]["model"]) for result in upstream_results]

@@ -92,8 +92,8 @@ def newest_complete_step(folder: Path, steps: Sequence[int], check_resume: Calla
 
 def newest_complete_step_on_ranks(folder: Path, fingerprint: str, send_heartbeat: Callable[[], None]) -> int | None:
     """Return the step of the newest intact checkpoint in `folder` of the configuration with `fingerprint`, the same on
-    all ranks; None: there is none. All ranks call this function together. It calls `send_heartbeat` before it hashes a
-    file."""
+    all ranks, which call this function together; None: there is none. `send_heartbeat` is called before each file is
+    hashed."""
     steps = broadcast_object(saved_steps(folder))
     check_resume = partial(resume_obstacle_on_ranks, folder, fingerprint=fingerprint, send_heartbeat=send_heartbeat)
     return newest_complete_step(folder, steps, check_resume)

@@ -34,10 +34,11 @@ _8BIT_NAMES = ("codes", "scale", "qmap")
 """Names of the tensors of which an 8-bit optimizer state of torchao consists."""
 _STATEFUL_FIELD_NAMES = ("feed", "algorithm")
 POLICY_COPY_NAMES = ("ema", "old")
-"""Names of two further copies of the policy's weights ("ema": moving average, "old": old policy). If a checkpoint lacks
-one of them, it gets the policy's weights. Other copies, such as "reference", keep the weights that the stage loaded."""
+"""Names of two further copies of the policy's weights ("ema": moving average, "old": old policy), which get the
+policy's weights if a checkpoint lacks them. Other copies, such as "reference", keep the weights that the stage
+loaded."""
 _TENSOR_KEY = "__tensor__"
-"""Key of the JSON object that is written in place of a tensor; its value is the name of the tensor."""
+"""Only key of a JSON object that replaces a tensor; the value is the name of the tensor."""
 
 
 @dataclass

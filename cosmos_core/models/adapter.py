@@ -44,12 +44,12 @@ def load_adapter_config(lora: LoraConfig, tied_module_names: Sequence[str] = ())
     adapter_folder = _resolve_adapter_folder(lora)
     error_prefix = f"{_LORA_PATH_KEY} = '{adapter_folder}'"
     try:
-        settings: dict[str, Any] = peft.PeftConfig.from_json_file(str(adapter_folder / "adapter_config.json"))
+        saved_settings: dict[str, Any] = peft.PeftConfig.from_json_file(str(adapter_folder / "adapter_config.json"))
         # Leave out what Cosmos-RL wrote in addition, and use PEFT's name of a setting that it wrote under its own.
         saved_config: Any = peft.PeftConfig.from_peft_type(
             **{
                 "rank_pattern" if key == "r_pattern" else key: value
-                for key, value in settings.items()
+                for key, value in saved_settings.items()
                 if value is not None and key not in ("lora_names", "lora_path", "primary_adapter")
             }
         )

@@ -48,8 +48,8 @@ def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> LoadB
     config: Any = model.config.get_text_config()
     num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     experts_per_token = getattr(config, "num_experts_per_tok", None)
-    has_loss_function = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
-    if not (has_loss_function and num_experts and experts_per_token):
+    has_balancing_loss = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+    if not (has_balancing_loss and num_experts and experts_per_token):
         raise ConfigError(
             f"{_COEFFICIENT_KEY} = {coefficient}: transformers has no load-balancing loss for {type(model).__name__}, "
             f"which hands out no logits of routers; leave it out"

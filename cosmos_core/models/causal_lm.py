@@ -98,7 +98,7 @@ def make_input_processing(
 
 
 class CausalLM(ModelAdapter):
-    """Causal language model, sharded over the mesh."""
+    """Model adapter of a causal language model, which is sharded over the device mesh."""
 
     default_outputs: RequestedOutputs = LOGPROBS_ONLY
 
@@ -121,7 +121,7 @@ class CausalLM(ModelAdapter):
         is_packing_enabled = train_config.sequence_packing
         if is_packing_enabled is None:
             is_packing_enabled = self.device.type == "cuda" or not train_config.compile
-        self._has_merged_prompts = False
+        self._merges_prompts = False
         self._packs_rows = (is_packing_enabled and self.image_reader is None) or bool(mesh and mesh.cp)
         if train_config.sequence_packing and self.image_reader is not None:
             logger.warning("train.sequence_packing: rows are padded, because some show images")
@@ -164,7 +164,7 @@ class CausalLM(ModelAdapter):
         """
         if any(samples[i].rollout_logprobs is None for i in sorted_indices):
             return None
-        if self._has_merged_prompts:
+        if self._merges_prompts:
             return merge_prompts(samples, sorted_indices, max_rows, num_ranks)
         if self._packs_rows or self.device.type != "cpu" or (self.mesh and self.mesh.pp):
             return None
@@ -178,7 +178,7 @@ class CausalLM(ModelAdapter):
             collated_samples = [replace(padding_sample, loss_mask=loss_mask, rollout_logprobs=None, top_ids=top_ids)]
         token_ids = [sample.input_ids for sample in collated_samples]
         has_rollout_logprobs = all(sample.rollout_logprobs is not None for sample in samples)
-        prompt_groups = group_by_prompt(collated_samples) if self._has_merged_prompts and has_rollout_logprobs else []
+        prompt_groups = group_by_prompt(collated_samples) if self._merges_prompts and has_rollout_logprobs else []
         samples_by_prompt = [[collated_samples[i] for i in group] for group in prompt_groups]
         num_tokens_if_shared = sum(map(num_tokens_sharing_prompt, samples_by_prompt))
         if prompt_groups and saves_enough_tokens(sum(map(len, token_ids)), num_tokens_if_shared):
@@ -301,7 +301,7 @@ class CausalLM(ModelAdapter):
         has_model_parallelism = mesh and (mesh.cp or mesh.pp or mesh.tp or mesh.ep)
         if not (has_model_parallelism or self.has_model_loss or self._train_config.compile):
             probe_dtype = compute_dtype if self._should_autocast_blocks else self.model.dtype
-            self._has_merged_prompts = can_merge_prompts(self.model, fsdp_roots, probe_dtype)
+            self._merges_prompts = can_merge_prompts(self.model, fsdp_roots, probe_dtype)
             runner.reshard()
 
     @property

@@ -35,7 +35,7 @@ class CheckResult(NamedTuple):
     """Result of one check of a pipeline, a row of the printed table."""
 
     name: str
-    is_passed: bool
+    has_passed: bool
     message: str
 
 
@@ -181,10 +181,10 @@ def main() -> int:
     parsed_arguments = argument_parser.parse_args()
     result_table = Table("check", "", "found", title=parsed_arguments.model)
     check_results = list(check_model(parsed_arguments.model, parsed_arguments.model_class))
-    for name, is_passed, message in check_results:
-        result_table.add_row(name, "ok" if is_passed else "FAILED", message)
+    for name, has_passed, message in check_results:
+        result_table.add_row(name, "ok" if has_passed else "FAILED", message)
     make_console().print(result_table)
-    return EXIT_OK if all(result.is_passed for result in check_results) else EXIT_REFUSED
+    return EXIT_OK if all(result.has_passed for result in check_results) else EXIT_REFUSED
 
 
 if __name__ == "__main__":

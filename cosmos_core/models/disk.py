@@ -39,8 +39,8 @@ def translate_disk_errors(name: str, describe_intact_files: Callable[[], str]) -
 def write_export(export_folder: Path, extra_files: Mapping[str, bytes]) -> Iterator[Path]:
     """Yield a temporary folder that replaces `export_folder` when the `with` block ends. Before that, `extra_files` are
     written to the folder: the content of each file, by path. Raise StageFailed if the disk is full or broken."""
-    translated_errors = translate_disk_errors(f"export {export_folder}", lambda: "nothing is left of it")
-    with translated_errors, replace_folder(export_folder) as staging_folder:
+    disk_error_context = translate_disk_errors(f"export {export_folder}", lambda: "nothing is left of it")
+    with disk_error_context, replace_folder(export_folder) as staging_folder:
         yield staging_folder
         for relative_path, content in extra_files.items():
             (staging_folder / relative_path).parent.mkdir(exist_ok=True)

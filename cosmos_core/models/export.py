@@ -48,14 +48,14 @@ def make_float32_predicate(model: PreTrainedModel, dtype: torch.dtype | None) ->
     """Return a function from the name of a weight to True if transformers keeps the weight in float32 in a model of
     `dtype`. An example is the bias of a router: rounded to 16 bits, the bias would select other experts."""
     float32_patterns = list(model._get_dtype_plan(dtype)) if dtype is not None else []
-    find_match = build_glob_alternation(float32_patterns)[0].search if float32_patterns else None
-    return lambda name: find_match is not None and find_match(name) is not None
+    search_pattern = build_glob_alternation(float32_patterns)[0].search if float32_patterns else None
+    return lambda name: search_pattern is not None and search_pattern(name) is not None
 
 
 def find_float32_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> set[int]:
     """Return the memory addresses (`data_ptr`) of the weights that stay float32 in an export in `dtype`."""
-    is_float32 = make_float32_predicate(model, dtype)
-    return {tensor.data_ptr() for name, tensor in merged_state_dict(model).items() if is_float32(name)}
+    is_kept_in_float32 = make_float32_predicate(model, dtype)
+    return {tensor.data_ptr() for name, tensor in merged_state_dict(model).items() if is_kept_in_float32(name)}
 
 
 def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

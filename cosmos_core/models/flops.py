@@ -36,8 +36,8 @@ class TrainFlops:
             is_embedding, is_head = (parameter is getattr(m, "weight", None) for m in (embedding, output_head))
             if parameter.ndim < 2 or (is_embedding and not is_head):
                 continue
-            used_fraction = active_expert_fraction if parameter.ndim == 3 else 1.0
-            self.flops_per_token += used_fraction * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
+            active_fraction = active_expert_fraction if parameter.ndim == 3 else 1.0
+            self.flops_per_token += active_fraction * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
         num_heads = getattr(text_config, "num_attention_heads", 0)
         hidden_size = getattr(text_config, "hidden_size", 0)
         head_size = getattr(text_config, "head_dim", None) or hidden_size // max(1, num_heads)

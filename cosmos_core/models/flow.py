@@ -118,7 +118,7 @@ def flow_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
 
 def euler_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
     """Return the noise levels of diffusers' FlowMatchEulerDiscreteScheduler, which the papers on RL with flows used.
-    Before the last one, 0, they go down to 0.001, shifted twice, so that the last step is very small."""
+    The last level before 0 is 0.001, shifted twice, so that the last step is very small."""
     min_sigma = shift_sigmas(torch.tensor(1 / _NUM_TRAIN_NOISE_LEVELS, dtype=torch.float64), shift).item()
     return _append_zero(shift_sigmas(torch.linspace(1, min_sigma, num_steps, dtype=torch.float64), shift))
 

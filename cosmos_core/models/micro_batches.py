@@ -85,26 +85,26 @@ def merge_prompts(
     samples of the largest length. For the arguments see `ModelAdapter.arrange_micro_batches`."""
     sorted_samples = [samples[i] for i in sorted_indices]
     prompt_groups = [[sorted_indices[k] for k in group] for group in group_by_prompt(sorted_samples)]
-    tokens_by_group = [num_tokens_sharing_prompt([samples[i] for i in group]) for group in prompt_groups]
+    num_tokens_by_group = [num_tokens_sharing_prompt([samples[i] for i in group]) for group in prompt_groups]
     num_tokens = sum(len(samples[i].input_ids) for i in sorted_indices)
     max_default_tokens = max_rows * len(samples[sorted_indices[0]].input_ids)
-    max_batch_tokens = min(max_default_tokens, max(max(tokens_by_group), -(-sum(tokens_by_group) // num_ranks)))
+    max_batch_tokens = min(max_default_tokens, max(max(num_tokens_by_group), -(-sum(num_tokens_by_group) // num_ranks)))
     batches: list[list[int]] = []
-    tokens_by_batch: list[int] = []
-    for group_tokens, group in sorted(zip(tokens_by_group, prompt_groups, strict=True), key=lambda pair: -pair[0]):
+    num_tokens_by_batch: list[int] = []
+    for group_tokens, group in sorted(zip(num_tokens_by_group, prompt_groups, strict=True), key=lambda pair: -pair[0]):
         num_prompt_tokens = prompt_length(samples[group[0]])
-        if not batches or tokens_by_batch[-1] + group_tokens > max_batch_tokens:
+        if not batches or num_tokens_by_batch[-1] + group_tokens > max_batch_tokens:
             batches.append([])
-            tokens_by_batch.append(0)
-        tokens_by_batch[-1] += num_prompt_tokens
+            num_tokens_by_batch.append(0)
+        num_tokens_by_batch[-1] += num_prompt_tokens
         for i in group:
             num_completion_tokens = len(samples[i].input_ids) - num_prompt_tokens
-            if batches[-1] and tokens_by_batch[-1] + num_completion_tokens > max_batch_tokens:
+            if batches[-1] and num_tokens_by_batch[-1] + num_completion_tokens > max_batch_tokens:
                 batches.append([])
-                tokens_by_batch.append(num_prompt_tokens)
+                num_tokens_by_batch.append(num_prompt_tokens)
             batches[-1].append(i)
-            tokens_by_batch[-1] += num_completion_tokens
-    batch_order = sorted(range(len(batches)), key=lambda k: -tokens_by_batch[k])
-    if not saves_enough_tokens(num_tokens / num_ranks, sum(tokens_by_batch[k] for k in batch_order[::num_ranks])):
+            num_tokens_by_batch[-1] += num_completion_tokens
+    batch_order = sorted(range(len(batches)), key=lambda k: -num_tokens_by_batch[k])
+    if not saves_enough_tokens(num_tokens / num_ranks, sum(num_tokens_by_batch[k] for k in batch_order[::num_ranks])):
         return None
     return [batches[k] for k in batch_order]

@@ -13,8 +13,8 @@ MIN_OFFLOADED_ELEMENTS = 1 << 10
 
 
 def activations_on_cpu() -> saved_tensors_hooks:
-    """Return hooks that offload activations to host memory, like torch's `save_on_cpu`. Small tensors and parameters,
-    which FSDP manages, stay on the device."""
+    """Return hooks that offload activations to host memory, like torch's `save_on_cpu`. Parameters, which FSDP manages,
+    and small tensors stay on the device."""
     offload_hooks = save_on_cpu(pin_memory=torch.cuda.is_available())
 
     def offload_tensor(tensor: Tensor) -> Any:

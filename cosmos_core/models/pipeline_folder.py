@@ -104,6 +104,6 @@ class PipelineFolder:
         for file_name in (f"{name}_config.json", "config.json"):
             if settings := read_json(self.path / name / file_name, self.model):
                 return settings
-        config_name = f"{'scheduler_' * (name == 'scheduler')}config.json"
-        remedy = f"copy its {config_name} from the model that was trained, as Cosmos-RL exports weights alone"
+        config_file_name = f"{'scheduler_' * (name == 'scheduler')}config.json"
+        remedy = f"copy its {config_file_name} from the model that was trained, as Cosmos-RL exports weights alone"
         raise model_error(self.model, f"{name!r} has no configuration; {remedy}")

@@ -22,7 +22,7 @@ from cosmos_core.models.sequential_runner import forward_context
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.pipeline import extract_pipeline_stage, num_stages, stages_of_rank
 
-_SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe, "Interleaved1F1B": ScheduleInterleaved1F1B}
+_SCHEDULE_CLASSES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe, "Interleaved1F1B": ScheduleInterleaved1F1B}
 
 
 class StageModule(nn.Module):
@@ -138,7 +138,7 @@ class PipelineRunner(MicroBatchRunner):
             )
             for stage_module in self.root_modules
         ]  # fmt: skip
-        schedule_class: Any = _SCHEDULES[self._parallelism.pp_schedule]
+        schedule_class: Any = _SCHEDULE_CLASSES[self._parallelism.pp_schedule]
         is_interleaved = schedule_class is ScheduleInterleaved1F1B
         schedule_stages: Any = pipeline_stages if is_interleaved else pipeline_stages[0]
         return schedule_class(schedule_stages, num_batches, loss_fn=loss_fn, scale_grads=False)

@@ -147,8 +147,10 @@ class ImageReader:
         were prepared."""
         images = [[open_image(image_reference) for image_reference in sample.images] for sample in rows]
         # The texts have only image tokens, because image inputs do not depend on other tokens.
-        texts = [image_token_text(self._processor) * len(sample_images) for sample_images in images]
-        inputs: dict[str, Any] = dict(self._processor(text=texts, images=images, padding=True, return_tensors="pt"))
+        image_texts = [image_token_text(self._processor) * len(sample_images) for sample_images in images]
+        inputs: dict[str, Any] = dict(
+            self._processor(text=image_texts, images=images, padding=True, return_tensors="pt")
+        )
         processed_ids_BT, _ = inputs.pop("input_ids"), inputs.pop("attention_mask", None)
         processed_image_mask_BT = self._mark_image_tokens(processed_ids_BT)
         image_mask_BT = self._mark_image_tokens(input_ids_BT)

@@ -61,7 +61,7 @@ class SanaVideo(Sana):
 
 def latent_channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and the standard deviation of each channel of a VAE's latents, from its configuration or its
-    buffers; 0 and 1 if it has neither."""
+    buffers, in a shape that broadcasts over `latents`; 0 and 1 if it has neither."""
     channel_statistics = []
     for name, default_value in (("latents_mean", 0.0), ("latents_std", 1.0)):
         values_C = vae.config.get(name)

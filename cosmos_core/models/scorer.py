@@ -61,8 +61,8 @@ def default_chunk_bytes(device: torch.device) -> int:
     gradients are summed, so a resumed run needs the same chunks.
     """
     is_cuda = device.type == "cuda" and torch.cuda.is_available()
-    total_memory = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
-    return min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, 1 << ((total_memory // _MEMORY_CHUNK_RATIO).bit_length() - 1)))
+    total_bytes = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
+    return min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, 1 << ((total_bytes // _MEMORY_CHUNK_RATIO).bit_length() - 1)))
 
 
 class LogprobScorer(nn.Module):

@@ -54,7 +54,7 @@ _MAX_CHECKED_BYTES = 64 << 30
 """Maximum total size in bytes of a model's weight files; the values in larger files are not checked before a run."""
 _WEIGHT_FILE_SUFFIXES = (".safetensors", ".bin")
 
-_WeightTransform = WeightRenaming | WeightConverter
+_WeightConversion = WeightRenaming | WeightConverter
 _FileTensor = tuple[str, str, Any]
 """Tensor in a model's files: its key, the source pattern of the weight conversion that matches the key (or the key
 itself), and a lazy slice of its file."""
@@ -65,7 +65,7 @@ class _TensorGroup:
     """Group of tensors in a model's files that a weight conversion of transformers turns into one or several
     weights."""
 
-    transform: _WeightTransform
+    conversion: _WeightConversion
     file_tensors: Sequence[_FileTensor]
     shapes: Mapping[str, torch.Size]
     """Shapes of the converted weights, by name in the model."""
@@ -185,9 +185,9 @@ def _plan_loading(
     or tensors are wrong."""
     if getattr(network.config, "quantization_config", None):
         return "its weights are quantized"
-    is_float32 = make_float32_predicate(network, dtype)
+    is_kept_in_float32 = make_float32_predicate(network, dtype)
     for name, tensor in network.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and is_float32(name):
+        if tensor.is_floating_point() and is_kept_in_float32(name):
             tensor.data = tensor.data.float()
     with translate_load_errors("weights", model):
         open_weight_files = [safe_open(file, framework="pt") for file in weight_file_paths]
@@ -229,7 +229,7 @@ def _group_file_tensors(
     weight_renamings = [conversion for conversion in weight_conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in weight_conversions if isinstance(conversion, WeightConverter)]
     converter_map = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    file_tensors_by_weight: dict[str, tuple[_WeightTransform, list[_FileTensor]]] = {}
+    file_tensors_by_weight: dict[str, tuple[_WeightConversion, list[_FileTensor]]] = {}
     loading_info = LoadStateDictInfo(set(state_dict), set(), set(), [], {}, set())
     for key in sorted(tensor_slices, key=dot_natural_key):
         name, pattern = rename_source_key(key, weight_renamings, converters, network.base_model_prefix, state_dict)
@@ -239,21 +239,21 @@ def _group_file_tensors(
             target_patterns = converter_map[pattern].target_patterns if pattern else [""]
             loading_info.unexpected_keys |= {name.replace(target_patterns[0], target) for target in target_patterns}
             continue
-        transform: _WeightTransform = copy.deepcopy(converter_map[pattern]) if pattern else WeightRenaming(key, name)
-        file_tensors_by_weight.setdefault(name, (transform, []))[1].append((key, pattern or key, tensor_slices[key]))
+        conversion: _WeightConversion = copy.deepcopy(converter_map[pattern]) if pattern else WeightRenaming(key, name)
+        file_tensors_by_weight.setdefault(name, (conversion, []))[1].append((key, pattern or key, tensor_slices[key]))
     network.__dict__["_weight_conversions"] = [conversion for conversion in weight_conversions if conversion.was_used()]
     tensor_groups = []
-    for name, (transform, file_tensors) in file_tensors_by_weight.items():
+    for name, (conversion, file_tensors) in file_tensors_by_weight.items():
         meta_tensors = [
             torch.empty(s.get_shape(), dtype=str_to_torch_dtype.get(s.get_dtype(), torch.float32), device="meta")
             for _, _, s in file_tensors
         ]
         try:
-            converted_weights = _convert_tensors(name, transform, file_tensors, meta_tensors, network, loading_info)
+            converted_weights = _convert_tensors(name, conversion, file_tensors, meta_tensors, network, loading_info)
         except SkipParameters:
             raise unmergeable_tensors_error(model) from None
         weight_shapes = {key: tensor.shape for key, tensor in converted_weights.items()}
-        tensor_groups.append(_TensorGroup(transform, file_tensors, weight_shapes))
+        tensor_groups.append(_TensorGroup(conversion, file_tensors, weight_shapes))
         loading_info.missing_keys -= weight_shapes.keys()
         loading_info.unexpected_keys |= {key for key in weight_shapes if key not in state_dict}
         for key, shape in weight_shapes.items():
@@ -264,19 +264,19 @@ def _group_file_tensors(
 
 def _convert_tensors(
     name: str,
-    transform: _WeightTransform,
+    conversion: _WeightConversion,
     file_tensors: Sequence[_FileTensor],
     tensors: Sequence[Any],
     model: PreTrainedModel,
     loading_info: LoadStateDictInfo | None = None,
 ) -> dict[str, Tensor]:
-    """Return the weights, by name in the model, into which the weight conversion `transform` converts `tensors`. These
-    are, in the order of `file_tensors`, tensors or functions that read tensors. `name` is the name of the first
-    weight."""
-    transform = copy.deepcopy(transform)
+    """Return the weights, by name in the model, that `conversion`, a weight conversion of transformers, makes of
+    `tensors`. These are, in the order of `file_tensors`, tensors or functions that read tensors. `name` is the name of
+    the first weight."""
+    conversion = copy.deepcopy(conversion)
     for (key, pattern, _), tensor in zip(file_tensors, tensors, strict=True):
-        transform.add_tensor(name, key, pattern, tensor)
-    converted_weights = transform.convert(name, model=model, config=model.config, loading_info=loading_info)
+        conversion.add_tensor(name, key, pattern, tensor)
+    converted_weights = conversion.convert(name, model=model, config=model.config, loading_info=loading_info)
     return {key: value[0] if isinstance(value, list) else value for key, value in converted_weights.items()}
 
 
@@ -289,8 +289,8 @@ def _read_tensor_group(
     local_tensors = {name: [t for t in shards.get(name, ()) if local_shard(t).numel()] for name in tensor_group.shapes}
     if not any(local_tensors.values()):
         return
-    file_tensors, transform, first_row = tensor_group.file_tensors, tensor_group.transform, 0
-    if isinstance(transform, WeightRenaming):
+    file_tensors, conversion, first_row = tensor_group.file_tensors, tensor_group.conversion, 0
+    if isinstance(conversion, WeightRenaming):
         converted_weights: dict[str, Any] = dict.fromkeys(local_tensors, file_tensors[0][2])
     else:
         if _is_expert_stack(tensor_group):
@@ -302,7 +302,7 @@ def _read_tensor_group(
             file_tensors = [t for expert_tensors in tensors_by_pattern.values() for t in expert_tensors[expert_rows]]
             first_row = expert_rows.start
         readers = [partial(tensor_slice.__getitem__, ...) for _, _, tensor_slice in file_tensors]
-        converted_weights = _convert_tensors(next(iter(local_tensors)), transform, file_tensors, readers, model)
+        converted_weights = _convert_tensors(next(iter(local_tensors)), conversion, file_tensors, readers, model)
     for name, tensors in local_tensors.items():
         for tensor in tensors:
             _copy_shard(name, tensor, converted_weights[name], first_row, should_compare=tensor in loaded_tensors)
@@ -312,7 +312,7 @@ def _read_tensor_group(
 def _is_expert_stack(tensor_group: _TensorGroup) -> bool:
     """Return True if a group has one tensor per expert (or several, such as gate and up projections), which are loaded
     as one weight with the experts as its first dimension."""
-    operations = list(getattr(tensor_group.transform, "operations", ()))
+    operations = list(getattr(tensor_group.conversion, "operations", ()))
     if len(tensor_group.shapes) > 1 or not isinstance(operations[0], MergeModulelist) or operations[0].dim != 0:
         return False
     (shape,) = tensor_group.shapes.values()

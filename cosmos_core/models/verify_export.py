@@ -61,7 +61,7 @@ _MERGE_TOLERANCE_BY_DTYPE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.flo
 by dtype of the weights. Merging rounds the weights once more."""
 _MAX_MEMORY_FRACTION = 0.8
 """Maximum fraction of the free memory for copies of the model; the page cache of the export's files needs the rest."""
-_MODEL_DESCRIPTIONS = {"reload": "reloaded model", "merge": "merged model", "adapter": "adapter on its base"}
+_MODEL_DESCRIPTION_BY_CHECK = {"reload": "reloaded model", "merge": "merged model", "adapter": "adapter on its base"}
 
 
 class LogitsRequest(NamedTuple):
@@ -97,8 +97,8 @@ def verify_export(
             with disable_requantization(model):
                 expected_tensors = revert_weight_conversion(model, merged_state_dict(model))
             passed_checks = _check_files(expected_tensors, folder, dtype, find_float32_weights(model, dtype))
-            available_memory = psutil.virtual_memory().available if memory_bytes is None else memory_bytes
-            first_layers = select_first_layers(model, dtype, int(available_memory * _MAX_MEMORY_FRACTION))
+            available_bytes = psutil.virtual_memory().available if memory_bytes is None else memory_bytes
+            first_layers = select_first_layers(model, dtype, int(available_bytes * _MAX_MEMORY_FRACTION))
             with keep_first_layers(model, first_layers):
                 merged_logits_BTV = _compute_trainer_logits(model, dtype)
                 reloaded_logits_BTV, tokenizer_description = _compute_reloaded_logits(model, folder, first_layers, pool)
@@ -178,7 +178,7 @@ def iterate_tensors(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
 
 
 def _check_adapter(
-    model: PreTrainedModel, merged_BTV: Tensor, folder: Path, first_layers: FirstLayers | None, pool: ProcessPool
+    model: PreTrainedModel, merged_logits_BTV: Tensor, folder: Path, first_layers: FirstLayers | None, pool: ProcessPool
 ) -> list[str]:
     """Check that merging the adapter changes the logits only by rounding, and that PEFT computes the same logits from
     the base model and the exported adapter in `folder`. Return texts about both checks; raise an error if one fails."""
@@ -187,7 +187,7 @@ def _check_adapter(
     adapter_folder = folder / ADAPTER_FOLDER
     reloaded_logits_BTV, _ = _compute_reloaded_logits(model, adapter_folder, first_layers, pool)
     return [
-        _compare_logits("merge", adapted_logits_BTV, merged_BTV, folder, first_layers, merge_tolerance),
+        _compare_logits("merge", adapted_logits_BTV, merged_logits_BTV, folder, first_layers, merge_tolerance),
         _compare_logits("adapter", adapted_logits_BTV, reloaded_logits_BTV, adapter_folder, first_layers, tolerance),
     ]
 
@@ -235,7 +235,7 @@ def _compare_logits(
     if not max_difference <= max_allowed_difference:  # `not <=` instead of `>`, so that NaN fails too
         raise ProgramError(
             f"export {export_folder} failed the check {check_name!r}: logits of the "
-            f"{_MODEL_DESCRIPTIONS[check_name]} differ by {max_difference:.2g} from the trainer's, more than "
+            f"{_MODEL_DESCRIPTION_BY_CHECK[check_name]} differ by {max_difference:.2g} from the trainer's, more than "
             f"{max_allowed_difference:.2g}; compare its config.json with that of the base model"
         )
     return f"{check_name}{layer_text}: max difference {max_difference:.1g} <= {max_allowed_difference:.1g}"

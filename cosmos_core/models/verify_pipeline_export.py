@@ -80,8 +80,8 @@ def _check_files(family: DiffusionModel, expected_tensors: dict[str, Tensor], fo
             f"{format_names(unexpected_keys)}, changed {format_names(sorted(changed_keys))}; it must not be used, "
             f"run the stage again"
         )
-    base_path, copied_files = family.folder.path, untrained_files(family.folder, family.denoiser_name)
-    differing_files = [str(f) for f in copied_files if not filecmp.cmp(base_path / f, folder / f, shallow=False)]
+    base_folder, copied_files = family.folder.path, untrained_files(family.folder, family.denoiser_name)
+    differing_files = [str(f) for f in copied_files if not filecmp.cmp(base_folder / f, folder / f, shallow=False)]
     if differing_files:
         raise StageFailed(
             f"export {folder} failed the check 'copies': {format_names(differing_files)} is not what was copied; "

@@ -46,8 +46,8 @@ class ClipSharding:
 
     def local_tokens(self, tensor: Tensor, token_dim: int) -> Tensor:
         """Return this rank's tokens of `tensor`, which has all tokens of a clip; they are padded with zeros."""
-        first_token = min(self.rank * self.num_local_tokens, self.num_tokens)
-        local_tensor = tensor.narrow(token_dim, first_token, min(self.num_local_tokens, self.num_tokens - first_token))
+        token_start = min(self.rank * self.num_local_tokens, self.num_tokens)
+        local_tensor = tensor.narrow(token_dim, token_start, min(self.num_local_tokens, self.num_tokens - token_start))
         return self.pad_tokens(local_tensor, token_dim, self.num_local_tokens)
 
     def token_mask(self, like_tensor: Tensor) -> Tensor:
@@ -57,8 +57,8 @@ class ClipSharding:
         return (position_N < self.num_tokens).to(like_tensor.dtype)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum of `tensor` over ranks. Gradients are summed too: a rank uses the sum only for its own
-        tokens."""
+        """Return the sum of `tensor` over ranks. Gradients are summed over ranks too, because each rank uses the sum
+        only for its own tokens."""
         return all_reduce(tensor, "sum", self.group)
 
     def add_border_frames(self, frames_BCFS: Tensor) -> Tensor:
@@ -145,12 +145,12 @@ class UlyssesAttention:
             apply_rope = partial(apply_rotary_emb, freqs_cis=image_rotary_emb, use_real=True, use_real_unbind_dim=-2)
             query, key = apply_rope(query), apply_rope(key)
         # Exchange this rank's tokens of all heads for all tokens of this rank's heads, and back after the attention.
-        sharding = self._clip_sharding
-        qkv_states = [all_to_all(states, 1, 2, sharding.group) for states in (query, key, value)]
-        query, key, value = (states.narrow(2, 0, sharding.num_tokens) for states in qkv_states)
+        clip_sharding = self._clip_sharding
+        qkv_states = [all_to_all(states, 1, 2, clip_sharding.group) for states in (query, key, value)]
+        query, key, value = (states.narrow(2, 0, clip_sharding.num_tokens) for states in qkv_states)
         output_BKND = functional.scaled_dot_product_attention(query, key, value)
-        output_BKND = sharding.pad_tokens(output_BKND, 2, sharding.num_local_tokens * sharding.num_ranks)
-        output_BKND = all_to_all(output_BKND, 2, 1, sharding.group)
+        output_BKND = clip_sharding.pad_tokens(output_BKND, 2, clip_sharding.num_local_tokens * clip_sharding.num_ranks)
+        output_BKND = all_to_all(output_BKND, 2, 1, clip_sharding.group)
         return _project_output(attn, output_BKND.transpose(1, 2).flatten(2, 3).type_as(query))
 
 
@@ -207,8 +207,8 @@ def exchange_frames(convolution: nn.Module, clip_sharding: ClipSharding, tokens_
     convolution.register_forward_hook(lambda module, args, output: output[:, :, 1:-1])
 
 
-def _project_output(attn: Any, states: Tensor) -> Tensor:
-    return attn.to_out[1](attn.to_out[0](states))
+def _project_output(attn: Any, attention_output: Tensor) -> Tensor:
+    return attn.to_out[1](attn.to_out[0](attention_output))
 
 
 def _register_argument_hook(module: nn.Module, change_arguments: Callable[[dict[str, Any]], None]) -> None:
@@ -237,5 +237,5 @@ class _ConcatenateOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *output_gradients: Tensor) -> Any:
-        first_token = dist.get_rank(ctx.group) * ctx.num_local_tokens
-        return output_gradients[0].narrow(1, first_token, ctx.num_local_tokens), None
+        token_start = dist.get_rank(ctx.group) * ctx.num_local_tokens
+        return output_gradients[0].narrow(1, token_start, ctx.num_local_tokens), None

@@ -77,7 +77,7 @@ def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_it_passes_the_checks_of_a_new_model(name: str, model_class: str, request: pytest.FixtureRequest) -> None:
     folder: Path = request.getfixturevalue(name)
-    assert [check for check in check_model(str(folder), model_class) if not check.is_passed] == []
+    assert [check for check in check_model(str(folder), model_class) if not check.has_passed] == []
 
 
 def test_without_a_class_the_remedy_is_named(flux: Path) -> None:

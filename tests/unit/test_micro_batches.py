@@ -73,7 +73,7 @@ def step(
     adapter: Any = trainer.adapter
     assert isinstance(adapter, CausalLM)
     if plain:
-        adapter._has_merged_prompts = adapter._packs_rows = False
+        adapter._merges_prompts = adapter._packs_rows = False
         train = train.copy_with(train_policy=train.train_policy.copy_with(mini_batch=1))
         trainer._train_config = train
     counted = []
@@ -134,7 +134,7 @@ def test_short_prompts_and_models_with_windows_or_dropout_keep_their_micro_batch
     def shares(model: PreTrainedModel, **train: Any) -> bool:
         config = TrainConfig.model_validate({"param_dtype": "float32", **train, "train_policy": {"type": "grpo"}})
         adapter: Any = trainer_of(model, config, 0, ProgressWriter(tmp_path / "progress.json")).adapter
-        return bool(adapter._has_merged_prompts)
+        return bool(adapter._merges_prompts)
 
     assert shares(make("qwen")[0]) and not shares(make("qwen")[0], sequence_packing=False)
     windows = MistralConfig(**SIZES, sliding_window=4)
