@@ -1,7 +1,7 @@
 """Set up a Prefect server: work pools, an automation that detects dead flow runs, and the block types of pipelines.
 
-Existing objects are kept; objects of an older version are updated. The concurrency limit of a work pool limits the GPUs
-in use, because it only delays runs. Prefect's limits with leases would end a training that cannot renew its lease.
+Existing objects are kept; objects of an older version are updated. The GPUs in use are limited by the concurrency limit
+of a work pool, which only delays flow runs: Prefect's other limits would end a training that cannot renew its lease.
 """
 
 import json

@@ -147,9 +147,9 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
     recipe: Recipe | None = None,
     prompts: JsonValue = None,
 ) -> Result:
-    """Check a stage with the program `check_program` in a worker with a temporary folder; return the result.
-    `model`, `data` and `recipe` replace those of the stage unless they are empty. `prompts` holds the first prompts of
-    the rows that another stage prepares for this stage. Raises the errors of `check_stages_in_worker`."""
+    """Check a stage with the program `check_program` in a worker with a temporary folder; return the result. `model`,
+    `data` and `recipe` replace those of the stage unless they are empty. `prompts` holds the first prompts of the
+    rows that another stage prepares for this stage. Raises the errors of `check_stages_in_worker`."""
     if recipe is not None:
         pipeline = replace(pipeline, recipes=pipeline.recipes | {stage.name: recipe})
     stage, recipe = download_inputs(pipeline, stage, pipeline.output_dir, lambda: None)

@@ -74,8 +74,8 @@ def decide_retention(output_dir: Path, *, num_kept_runs: int, older_than_seconds
 
 
 def remove_runs(output_dir: Path, decisions: Iterable[RetentionDecision]) -> Iterator[RetentionDecision]:
-    """Remove each run whose decision has no reason to keep it, unless the run has started again meanwhile. Yield the
-    decision for each removed run."""
+    """Remove the run of each decision without a reason to keep it, unless the run has started again meanwhile. Yield
+    the decisions about the removed runs."""
     trash_folder = output_dir / SHARED_FOLDER / "removed"
     trash_folder.mkdir(parents=True, exist_ok=True)
     removed_run_ids = []

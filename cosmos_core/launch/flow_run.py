@@ -22,8 +22,8 @@ _MAX_UNREACHABLE_SECONDS = 600.0
 
 
 def find_failed_flow_run(run_id: str) -> FlowRun | None:
-    """Return the newest flow run of a deployment that was started to create the run `run_id` and failed before its
-    first task; None if there is no such flow run or no server."""
+    """Return the newest flow run that a deployment started to create the run `run_id`, if it failed or crashed before
+    its first task; otherwise, or without a Prefect server, return None."""
     if not run_id or not os.environ.get("PREFECT_API_URL"):
         return None
     from prefect.client.orchestration import get_client

@@ -60,7 +60,7 @@ def make_check_folder() -> Iterator[Path]:
 
 
 def remove_orphans() -> None:
-    """Kill processes of attempts whose launcher and supervisor have ended, and remove files of ended processes."""
+    """Kill processes of attempts whose launcher and supervisor have ended, and remove folders of ended processes."""
     temporary_folders = Path(tempfile.gettempdir()).glob(f"{_SCRATCH_FOLDER_PREFIX}*")
     socket_folder_pattern = locate_socket_folder("?" * 12)
     for folder in (*temporary_folders, *socket_folder_pattern.parent.glob(socket_folder_pattern.name)):

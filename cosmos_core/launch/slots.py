@@ -1,4 +1,4 @@
-"""Limit the number of stages in a sweep's branches that run at once."""
+"""Limit how many stages of the branches of a sweep run at once."""
 
 import threading
 from collections.abc import Iterator

@@ -211,7 +211,7 @@ class ProgressDisplay:
 
 
 def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
-    """Print the status of every stage of a run."""
+    """Print the status of every stage of a run, and how to continue an interrupted run, to `stream` (None: stdout)."""
     run = read_run(run_path)
     title = f"{run.name}  {run.path.name}  {run.outcome}"
     console = make_console(stream)
@@ -327,7 +327,7 @@ def _format_phase(view: _StageDisplayState) -> str:
 
 
 def _get_progress_key(view: _StageDisplayState) -> tuple[Any, ...]:
-    """Return the phase, number of processed items and step that a printed line of a stage reports."""
+    """Return the phase, the number of processed items and the step, by whose change a new line is printed."""
     if (progress := view.progress) is None:
         return "", 0, 0
     return progress.phase if _format_phase(view) else "", progress.done, progress.step

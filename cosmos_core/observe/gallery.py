@@ -177,7 +177,7 @@ def make_data_uri(mime_type: str, file_content: bytes) -> str:
 
 
 def _truncate_text(text: str, width: int) -> str:
-    """Return a text in Latin-1, which the font of Pillow supports, truncated to a width in pixels."""
+    """Return `text` without line breaks, truncated to `width` pixels, with `?` for letters that Pillow's font lacks."""
     one_line_text = text.replace("\n", " ").encode("latin-1", "replace").decode("latin-1")
     max_characters = max(1, width // _LETTER_WIDTH)
     return one_line_text if len(one_line_text) <= max_characters else f"{one_line_text[: max_characters - 2]}.."

@@ -16,8 +16,8 @@ from cosmos_core.run.liveness import find_dead_holder_start_time, is_flow_runnin
 from cosmos_core.run.state import ACTIVE_STATES, FINISHED_STATES
 
 _MAX_START_DELAY_SECONDS = 60.0
-"""Number of seconds after the last activity of a run in which a stage with complete inputs is expected to start. If
-none has started by then, the run counts as inactive."""
+"""Seconds after the last activity of a run within which a stage whose input stages are finished should start; if no
+stage has started by then, the run counts as inactive."""
 
 
 def make_run_table(output_dir: Path, max_runs: int) -> Table:

@@ -217,7 +217,8 @@ def choose_css_classes(samples: Sequence[LoggedSample | None]) -> str:
 
 
 def select_shown_rollouts(stage: StageRecord) -> list[LoggedSample]:
-    """Return some rollouts of the first and the last logged step of a training; empty if it uses no rollouts."""
+    """Return the first four rollouts of the first and of the last logged step of a training; empty for training
+    without rollouts."""
     if stage.kind.feed != "rollouts":
         return []
     steps = sorted({line.step for line in stage.samples})
@@ -275,8 +276,8 @@ def make_resource_rows(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def _compute_gpu_hours(stage: StageRecord) -> float:
-    """Return the GPU hours of a stage, estimated from its duration if the run has no record of when the stage held
-    GPUs."""
+    """Return the GPU hours of a stage; if the run did not record when the stage held GPUs, the duration of the stage
+    times its number of ranks with a GPU."""
     if stage.state.holds:
         return sum_gpu_seconds(read_gpu_intervals(stage.path)) / 3600
     return (stage.seconds or 0.0) * sum(bool(rank.gpus) for rank in stage.ranks) / 3600

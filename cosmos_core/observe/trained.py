@@ -117,7 +117,7 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
         return "" if value in {None, "", 0} else template.format(f"{value:g}" if isinstance(value, float) else value)
 
     policy_key_prefix = "train_policy."
-    (step, total), has_rollouts = stage.step_and_total, stage.kind.feed == "rollouts"
+    (step, max_step), has_rollouts = stage.step_and_total, stage.kind.feed == "rollouts"
     lora_rank, num_generations = settings.get("policy.lora.r"), settings.get("rollout.n_generation")
     lr_prefix = "train.optm_lr"
     lr_keys = [key for key in settings if key.startswith(lr_prefix) and isinstance(settings[key], int | float)]
@@ -139,7 +139,7 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
         ("batch", [format_setting("train_batch_per_replica", "{} completions" if has_rollouts else "{} rows"),
                    f"{num_generations} of each prompt" if has_rollouts and num_generations else "",
                    format_setting(f"{policy_key_prefix}mini_batch", "micro-batch {}")]),
-        ("steps", [f"{step} of {total}" if step and total else "", format_setting("epoch", "at most {} epochs")]),
+        ("steps", [f"{step} of {max_step}" if step and max_step else "", format_setting("epoch", "at most {} epochs")]),
         ("reward", _list_rewards(settings) if has_rollouts else []),
         ("seed", [str(seed) for seed in [settings.get("train.seed")] if seed is not None])
     ]  # fmt: skip

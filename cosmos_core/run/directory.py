@@ -48,7 +48,7 @@ from cosmos_core.run.state import read_state
 PIPELINE_FILE = "pipeline.toml"
 RUNS_FILE = "runs.json"
 _STALE_FOLDER_AGE_SECONDS = 3600.0
-"""Age in seconds at which the folder of a run whose creation was killed is removed."""
+"""Age in seconds at which an incomplete run folder, which a killed command left, is removed."""
 _PREFECT_FOLDER_PATTERN = re.compile(r"tmp\w+prefect")
 _RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 

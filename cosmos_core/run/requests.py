@@ -19,8 +19,8 @@ def request_profile(run: Run) -> list[str]:
 
 
 def _write_request_files(run: Run, stage_names: list[str], request_file: str, request_content: JsonValue) -> list[str]:
-    """Write a request file into the folder of each stage that has begun and not ended; return the names of these
-    stages."""
+    """Write `request_content` as JSON to the file `request_file` of each stage that has begun and not ended; return the
+    names of these stages. Raise ConfigError if there is none."""
     started_stage_names = [name for name in stage_names if (run.stage_path(name) / "stage.toml").is_file()]
     if not started_stage_names:
         raise ConfigError(f"run {run.id}: {', '.join(stage_names)} has not begun; try again when it has")

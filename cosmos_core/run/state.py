@@ -96,7 +96,7 @@ class StageState(Launcher):
         return sum(max(0.0, end - begin) for begin, end in self.list_attempt_times(current_time))
 
     def list_attempt_times(self, current_time: float) -> list[tuple[float, float]]:
-        """Return start and end of all attempts; an attempt without an end lasts until its last heartbeat or renewal."""
+        """Return start and end of all attempts; for an attempt without an end, the end is `last_activity_time`."""
         last_activity_time = min(self.last_activity_time or current_time, current_time)
         return [(begin, max(begin, last_activity_time) if end is None else end) for begin, end in self.spans]
 
