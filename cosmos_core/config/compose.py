@@ -111,8 +111,8 @@ class Pipeline:
         stage_names = branches[0].stages if branches else stage.after
         model_stage_names = [name for name in stage_names if self.stage_kind(self.stage(name)).makes == "model"]
         # The model of a branch is that of the last stage which makes one.
-        source_names = (model_stage_names or stage_names[:1])[-1 if branches else 0 :][:1]
-        return "".join(f"{STAGE_PREFIX}{name}" for name in source_names)
+        source_stage_names = (model_stage_names or stage_names[:1])[-1 if branches else 0 :][:1]
+        return "".join(f"{STAGE_PREFIX}{name}" for name in source_stage_names)
 
     def find_branch_selector(self, name: str) -> StageConfig | None:
         """Return the stage that selects the best branch of the sweep to which a stage belongs; None: no sweep."""
@@ -264,11 +264,11 @@ def _default_stage_entries(recipe: Recipe, kinds: StageKinds) -> list[Mapping[st
     kind."""
     prepare_kind = _find_stage_kind(kinds, makes="data")
     training_kind = _find_stage_kind(kinds, feed=_sample_source(recipe))
-    rows: TomlTable = {"data": f"{STAGE_PREFIX}{prepare_kind}"}
+    rows_table: TomlTable = {"data": f"{STAGE_PREFIX}{prepare_kind}"}
     model_settings = {"after": (training_kind,), "model": f"{STAGE_PREFIX}{training_kind}"}
-    settings_by_kind: dict[str, TomlTable] = {prepare_kind: {}, training_kind: {"after": (prepare_kind,)} | rows}
+    settings_by_kind: dict[str, TomlTable] = {prepare_kind: {}, training_kind: {"after": (prepare_kind,)} | rows_table}
     if recipe.validation.enable:
-        settings_by_kind[_find_stage_kind(kinds, makes="metrics", reads_data="prepared")] = model_settings | rows
+        settings_by_kind[_find_stage_kind(kinds, makes="metrics", reads_data="prepared")] = model_settings | rows_table
     if recipe.train.ckpt.export_safetensors:
         export_kind = _find_stage_kind(kinds, makes="model", feed="", selects_branch=False, required_keys={})
         settings_by_kind[export_kind] = model_settings
@@ -321,9 +321,9 @@ def _check_stages(pipeline: Pipeline) -> None:
         model_stage_name = referenced_stage(stage.model)
         if stage.checkpoint and model_stage_name not in training_names:
             raise ConfigError(f'{location}: checkpoint = {stage.checkpoint!r} needs model = "stage:NAME" of a training')
-        choices = [each for each in pipeline.stages if stage_kinds[each.kind].selects_branch]
-        choices = [each for each in choices if stage.format and each.name == model_stage_name]
-        export_name = referenced_stage(pipeline.initial_model(choices[0])) if choices else model_stage_name
+        select_stages = [each for each in pipeline.stages if stage_kinds[each.kind].selects_branch]
+        select_stages = [each for each in select_stages if stage.format and each.name == model_stage_name]
+        export_name = referenced_stage(pipeline.initial_model(select_stages[0])) if select_stages else model_stage_name
         export_formats = pipeline.recipes[export_name].export.formats if export_name in export_names else ()
         if stage.format and stage.format not in export_formats:
             problem_text = f"format = {stage.format!r} is not among export.formats of model = {stage.model!r}"

@@ -308,8 +308,8 @@ def _code_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> I
         if find_metadata(field, ReferenceKind) is ReferenceKind.CODE:
             names = (setting_value,) if isinstance(setting_value, str) else setting_value or ()
             role: InputRole = "code" if affects_result(field) else "hook"
-            all_rewards = {*train_policy.validation_rewards, *held_out_rewards, *recipe.evaluate.rewards}
-            yield from (StageInput(key, role, n, "code") for n in names if is_import_path(n) and n not in all_rewards)
+            reward_fns = {*train_policy.validation_rewards, *held_out_rewards, *recipe.evaluate.rewards}
+            yield from (StageInput(key, role, n, "code") for n in names if is_import_path(n) and n not in reward_fns)
     reward_names: dict[str, Iterable[str]] = {
         "train.train_policy.reward_function": train_policy.validation_rewards,
         "validation.reward_function": held_out_rewards,

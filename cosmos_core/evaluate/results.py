@@ -37,8 +37,9 @@ def convert_metrics(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float
 
 
 def build_item_table(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
-    """Return a sorted table with one row per item of an lm-eval task, in the format of `build_table`. The column
-    `response` has the generated text or, for multiple-choice tasks, a JSON list of `[log-probability, is greedy]`."""
+    """Return a sorted table with one row per item of an lm-eval task, in the format of `build_table_from_rows`. The
+    column `response` has the generated text or, for multiple-choice tasks, a JSON list of `[log-probability, is
+    greedy]`."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for task, task_samples in samples.items():
         for sample in task_samples:
@@ -48,10 +49,10 @@ def build_item_table(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
                 if isinstance(sample[metric_name], _NUMBER_TYPES):
                     name = _qualify_metric_name(metric_name, sample["filter"], task_samples[0]["filter"])
                     row[name] = float(sample[metric_name])
-    return build_table(list(rows.values())).sort_by([("task", "ascending"), ("doc_id", "ascending")])
+    return build_table_from_rows(list(rows.values())).sort_by([("task", "ascending"), ("doc_id", "ascending")])
 
 
-def build_table(item_rows: list[dict[str, Any]]) -> pa.Table:
+def build_table_from_rows(item_rows: list[dict[str, Any]]) -> pa.Table:
     """Return a table of evaluated items with the columns of `_COLUMN_TYPES` and one column per metric. The value is
     null if an item lacks a metric or a column."""
     column_names = dict.fromkeys([*_COLUMN_TYPES, *(name for row in item_rows for name in row)])

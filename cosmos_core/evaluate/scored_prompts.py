@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from cosmos_core.errors import RewardError, StageFailed
-from cosmos_core.evaluate.results import build_table
+from cosmos_core.evaluate.results import build_table_from_rows
 from cosmos_core.run.files import parse_json_objects, write_text
 from cosmos_core.types import Prompt, ScoredGroup
 
@@ -100,7 +100,7 @@ def to_item_table(scored_prompts: Sequence[ScoredPrompt], prompt_sets: Mapping[s
         item_hashes = {"doc_hash": _hash_json([prompt.text, prompt.metadata]), "prompt_hash": _hash_json(prompt.text)}
         item_id_columns = {"task": scored_prompt.set_name, "doc_id": scored_prompt.id}
         item_rows.append({**scored_prompt.mean_rewards(), **item_id_columns, **item_hashes, "response": ""})
-    return build_table(item_rows)
+    return build_table_from_rows(item_rows)
 
 
 def _hash_json(json_value: object) -> str:

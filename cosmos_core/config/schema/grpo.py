@@ -40,7 +40,9 @@ class GrpoConfig(RlConfig):
     lower_bound_ratio: float = 3.0
     """Bound of the dual clip: the loss of a negative advantage A is at most -A times this value (arXiv 1912.09729)."""
     loss_type: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"] = "token-mean"
-    """Rule by which token losses are averaged over the optimizer step."""
+    """Rule by which the losses of tokens are reduced to the loss of an optimizer step. `token-mean`: mean over all
+    tokens. `seq-mean-token-sum` and `seq-mean-token-mean`: mean over sequences of the sum or the mean over their
+    tokens. `token-sum`: sum over all tokens."""
     unbiased_loss_max_tokens: TokenCount | None = None
     """With `seq-mean-token-mean`: number of tokens by which the loss of a sequence is divided instead of its length
     (Dr. GRPO, arXiv 2503.20783); None: its length."""

@@ -160,10 +160,10 @@ class RlConfig(AlgorithmConfig):
             yield "train.train_policy.variant = 'dapo' drops no group here, because every reward is 0"
         temperature = stage.recipe.rollout.sampling_config.temperature
         if self.temperature != temperature and stage.kind.trains_model and not stage.recipe.policy.is_diffusers:
-            settings = f"{self.temperature} and rollout.sampling_config.temperature = {temperature}"
-            effect = "the loss weights their tokens by policy / sampled distribution"
+            settings_text = f"{self.temperature} and rollout.sampling_config.temperature = {temperature}"
+            effect_text = "the loss weights their tokens by policy / sampled distribution"
             reason = "training completions are not drawn from the policy"
-            yield f"train.train_policy.temperature = {settings} differ: {reason}; {effect}"
+            yield f"train.train_policy.temperature = {settings_text} differ: {reason}; {effect_text}"
         is_trained_on_rewards = stage.kind.trains_model and not stage.recipe.distillation.enable
         if is_trained_on_rewards and self.rewards and not any(self.rewards.values()):
             yield "train.train_policy.reward_function: every weight is 0, so that no completion is better than another"

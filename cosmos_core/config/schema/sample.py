@@ -84,6 +84,6 @@ class SampleStageConfig(Table):
     @model_validator(mode="after")
     def _require_endpoint_model(self) -> Self:
         if bool(self.endpoint) != bool(self.endpoint_model):
-            settings = f"endpoint = {self.endpoint!r} and endpoint_model = {self.endpoint_model!r}"
-            raise ValueError(f"{settings}: name both, or neither")
+            settings_text = f"endpoint = {self.endpoint!r} and endpoint_model = {self.endpoint_model!r}"
+            raise ValueError(f"{settings_text}: name both, or neither")
         return self
