@@ -71,7 +71,7 @@ def source_losses(
 ) -> Metrics:
     """Return the mean loss of the pairs of each data set, as metric `loss/SOURCE`. The mean of these losses, weighted
     by numbers of pairs, is the loss of the optimizer step. `mean_chosen_tokens`: mean number of tokens of the chosen
-    responses of the optimizer step, by which terms that are sums over tokens (SFT) are divided."""
+    responses of the optimizer step, the denominator of loss terms that are sums over tokens (SFT)."""
     metrics = {}
     for name, mask_P in source_masks(sources):
         source_pairs = PairLogprobs(*(values_P.detach()[mask_P] for values_P in pairs))
@@ -90,8 +90,8 @@ def _robust_loss(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, conf
 
 
 def _per_token_margin(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-    """Return for each pair the value of the chosen response minus that of the rejected response, such as their rewards,
-    after each is divided by the number of tokens of its response."""
+    """Return for each pair the value of the chosen response (its reward or log-probability) minus that of the rejected
+    one, both divided by the number of tokens of the response."""
     return chosen_P / pairs.num_chosen_tokens.clamp(min=1) - rejected_P / pairs.num_rejected_tokens.clamp(min=1)
 
 

@@ -45,8 +45,8 @@ class AdvantageSettings:
     """Settings with which the rewards of images or videos are normalized to advantages."""
 
     std_scope: Literal["batch", "group"] = "batch"
-    """Rewards from which the standard deviation is computed that divides advantages: all rewards of the train step
-    (`batch`), or those of each group (`group`)."""
+    """Scope of the standard deviation that divides advantages: `batch`: all rewards of the train step; `group`: the
+    rewards of each group."""
     divides_by_std: bool = True
     """Whether to divide advantages by a standard deviation; False: they are rewards minus the mean of their group."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)

@@ -31,8 +31,8 @@ _TRAINING_SEED_OFFSET = 1 << 20
 """Number that is added to the index of a completion in its group to derive the seed for training on this completion, so
 that this seed differs from that of the rollout."""
 _MAX_EXP_INPUT = 100.0
-"""Upper bound of x in exp(x), by which `exp_reward` transforms advantages, against overflow; losses clip them at about
-5."""
+"""Upper bound of -A in -exp(-A), with which the setting `exp_reward` replaces an advantage A, so that exp does not
+overflow. Losses clip advantages at about 5."""
 
 
 @dataclass(frozen=True, slots=True)

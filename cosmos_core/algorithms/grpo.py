@@ -97,8 +97,8 @@ class Grpo(Algorithm):
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
         """Return the completions of all groups that have a valid reward as samples with advantages, and metrics of the
-        groups. Other completions do not affect these advantages. With `mask_truncated_completions`, truncated
-        completions are left out."""
+        groups. Completions without a valid reward do not affect these advantages. With `mask_truncated_completions`,
+        truncated completions are left out."""
         config = self.config
         rewards = [[score.value for score in group.scores] for group in groups]
         prefix_lengths = [[0] * len(group.scores) for group in groups]

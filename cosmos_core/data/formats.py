@@ -182,8 +182,8 @@ def _explain_json_error(path: Path) -> None:
 
 
 def _read_csv(path: Path) -> Iterator[LocatedRow]:
-    """Yield the rows of CSV or TSV with a header; values stay strings, so that the text `007` does not become 7.
-    Spreadsheets separate the fields with semicolons where the comma is the decimal separator."""
+    """Yield the rows of CSV or TSV with a header; values stay strings, so that the text `007` does not become 7. Fields
+    can also be separated by semicolons, as spreadsheets write where the comma is the decimal separator."""
     csv.field_size_limit(2**31 - 1)  # raise the limit of 128 KiB, which conversations can exceed
     with _open_text(path, "") as file:
         header_line = file.readline()
@@ -303,7 +303,8 @@ def _remove_null_arguments(row_value: Any) -> Any:
 
 
 def convert_reader_errors(error_description: str) -> AbstractContextManager[None]:
-    """Convert any exception of a reader to a `DataError` of one line, except a failure of disk or network."""
+    """Return a context manager that converts exceptions of a reader to a `DataError` of one line, which begins with
+    `error_description`; failures of disk or network are not converted."""
 
     def convert_error(error: Exception) -> Exception:
         return error if is_machine_error(error) else DataError(f"{error_description}: {first_line(error)}")

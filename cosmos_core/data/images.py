@@ -36,7 +36,7 @@ _MORE_IMAGE_COLUMNS = ("img", "image_path", "image_paths", "img_path")
 _IMAGE_SIZE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _IMAGE_PLACEHOLDER = {"type": "image"}
 _BASE64_IMAGE_REGEX = re.compile(r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/\s]{40,}={0,2}\s*")
-"""Pattern of a PNG, JPEG, GIF or WebP file in base64; data sets of Cosmos-RL do not write `data:` before it."""
+"""Pattern of a PNG, JPEG, GIF or WebP file in base64, without the prefix `data:`, as in data sets of Cosmos-RL."""
 _MAX_PATH_LENGTH = 4095  # maximum length of a path on Linux (PATH_MAX), in bytes
 _DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EOFError, LookupError, struct.error)
 """Exceptions of Pillow's decoders for damaged files."""

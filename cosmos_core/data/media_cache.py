@@ -72,8 +72,8 @@ class MediaCache:
         remove_temporary_files(self.folder, lambda path: time.time() - path.lstat().st_mtime < _LEFTOVER_AGE_SECONDS)
 
     def compute_shard_key(self, entry_keys: Sequence[str], *, is_media: bool) -> str:
-        """Return the key of the shard with the encoder outputs of the texts, or if `is_media` is set of the media, that
-        have the cache keys `entry_keys`."""
+        """Return the key of the shard with the encoder outputs for the cache keys `entry_keys`, which are keys of texts
+        or, if `is_media` is set, of media."""
         cache_version = _MEDIA_CACHE_VERSION if is_media else _TEXT_CACHE_VERSION
         return compute_digest(cache_version, self._encoders_digest, list(entry_keys))
 
@@ -90,7 +90,7 @@ class MediaCache:
         return False
 
     def read_skip_reasons(self, shard_key: str) -> dict[str, str]:
-        """Return why some texts or images of a shard could not be encoded: the reason, by the cache key of the text or
+        """Return the reasons why texts or images of a shard could not be encoded, by the cache key of the text or
         image."""
         shard_record = read_json(self._get_record_path(shard_key))
         return dict(shard_record.get("refused", {})) if isinstance(shard_record, dict) else {}

@@ -96,7 +96,8 @@ class MediaRows(_MediaTable[MediaRow]):
         return [tuple(shape) for shape in self._table["shape"].to_pylist()]
 
     def read_item(self, index: int) -> MediaRow:
-        """Return row number `index`, and cache it in memory while all cached rows fit into the memory budget."""
+        """Return row number `index`. The row stays in memory if it fits into what is left of the memory budget for
+        rows."""
         row = self._cached_rows.get(index)
         if row is None:
             latent = self._read_tensors(self._read_cell("media", index))
@@ -142,8 +143,8 @@ def open_media(folder: Path, split: str) -> MediaRows:
 def open_media_prompts(
     folder: Path, split: str, reference_key: str = "", clips: MediaRows | None = None
 ) -> MediaPrompts:
-    """Return the prompts of a split of a prepare stage's data folder, whose rows have prompts alone or also media;
-    errors are those of `open_table`. `reference_key` and `clips` are arguments of `MediaPrompts`."""
+    """Return the prompts of a split of a prepare stage's data folder; the prepared rows can have media too. Errors are
+    those of `open_table`. `reference_key` and `clips` are arguments of `MediaPrompts`."""
     table = open_table(folder, split, load_row_kind("media_prompts"), load_row_kind("media"))
     return MediaPrompts(table, folder, reference_key, clips)
 

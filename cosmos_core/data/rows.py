@@ -159,7 +159,8 @@ def sample_held_out_mask(num_rows: int, test_size: int | float, seed: int) -> np
 
 
 def _open_split(path: Path, split: str, config_key: str, declared_files: _FilesBySplit) -> list[RowReader]:
-    """Return the readers of a split, or of a slice in the notation of `datasets`: `train[:48]`, `train[10%:]`."""
+    """Return the readers of a split, or of a slice in the notation of `datasets`: `train[:48]`, `train[10%:]`.
+    `declared_files` are the files of each split that README.md declares."""
     slice_match = _SLICE_REGEX.fullmatch(split)
     if slice_match is None:
         return _open_local_split(path, split, config_key, declared_files)

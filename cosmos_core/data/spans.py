@@ -43,9 +43,9 @@ def find_spans_by_placeholders(
     keeps_reasoning: bool = False,
 ) -> list[Span] | None:  # fmt: skip
     """Return the spans of the assistant's turns in `rendered_text`; None if this method fails. The conversation is
-    rendered with a placeholder in place of each completion, and the other text is located in `rendered_text`. A span
-    includes text between generation prompt and completion (think block). With `keeps_reasoning`, only the text after
-    the reasoning is replaced, for templates that extract the reasoning."""
+    rendered with a placeholder in place of the completion of each turn, and the text between the placeholders is
+    located in `rendered_text`. A span includes text between generation prompt and completion (think block). With
+    `keeps_reasoning`, only the text after the reasoning is replaced, for templates that extract the reasoning."""
     turn_indices = _find_assistant_turns(messages)
     unused_word = make_unused_word(messages)
     placeholders = [f"{unused_word}{turn_number}x" for turn_number in range(len(turn_indices))]
@@ -69,7 +69,7 @@ def find_spans_by_placeholders(
 
 
 def strip_trailing_space(span: Span, text: str, turn_end_tokens: Sequence[str]) -> Span:
-    """Return the span without the whitespace that a template writes after the token that closes the turn."""
+    """Return the span of a turn without the whitespace that a template writes after the token that closes the turn."""
     start, end = span
     stripped_text = text[start:end].rstrip()
     return (start, start + len(stripped_text)) if stripped_text.endswith(tuple(turn_end_tokens)) else span

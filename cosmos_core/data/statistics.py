@@ -82,7 +82,7 @@ class SplitCounts:
         self._error_counter, self._merged_counter = _FirstItemCounter(), _FirstItemCounter()
 
     def add(self, chunk: RowChunk) -> None:
-        """Add the counts and lengths of the rows in the next chunk to the statistics."""
+        """Add the counts and lengths of the rows in `chunk` to the statistics."""
         lengths = [np.diff(chunk.batch.column(column).offsets.to_numpy()) for column in self._row_kind.token_id_columns]
         self._row_lengths.append(np.sum(lengths, axis=0).astype(np.int32))
         self._row_counts += chunk.counts

@@ -117,7 +117,8 @@ def _instantiate_user_object(user_object: Any, recipe: Recipe) -> Any:
 
 
 def _iterate_items(dataset: Any, name: str, num_items: int, algorithm: AlgorithmConfig) -> Iterator[LocatedRow]:
-    """Yield each item of a user's data set as a row with its location and its reference answer."""
+    """Yield the location and the row of each item of a user's data set. For RL, the row includes the reference answer
+    that the data set's method `get_reference_answer` returns, if it has this method."""
     get_reference_fn = getattr(dataset, "get_reference_answer", None) if isinstance(algorithm, RlConfig) else None
     for index in range(num_items):
         location = f"{name} item {index}"
@@ -129,8 +130,8 @@ def _iterate_items(dataset: Any, name: str, num_items: int, algorithm: Algorithm
 
 
 def _apply_packer(packer_method: Callable[[Any], Any], algorithm: AlgorithmConfig, row: Row, location: str) -> Row:
-    """Convert a row with a method of a data packer. A prompt that the packer returns as text, turns or object keeps the
-    columns with the row's reference answer."""
+    """Convert a row with a method of a data packer. If the packer returns a prompt as text, turns or an object, which
+    have no columns, the columns with the reference answer are taken from `row`."""
     with convert_user_code_errors(location, packer_method):
         packer_output = packer_method(row)
     packer_row = _convert_item(packer_output, algorithm, location)

@@ -81,7 +81,7 @@ class PreparedRows(ABC):
 
     def micro_batches(self, row_ids: np.ndarray, max_rows: int) -> list[list[int]] | None:
         """Divide the rows of an optimizer step into micro-batches of at most `max_rows` rows. Return None if any rows
-        can share a micro-batch, so that the trainer divides them."""
+        can share a micro-batch: the trainer divides such rows."""
         return None
 
 
