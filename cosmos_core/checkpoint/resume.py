@@ -159,9 +159,9 @@ def load_checkpoint(
 
 def load_state(train_state: TrainState, policy_folder: Path) -> None:
     """Load the intact checkpoint in the folder `policy_folder` into `train_state` on every rank.
-    `train_state.loop_state` becomes the values that this rank saved. If the number of ranks has changed, it becomes the
-    values of the first rank with `rng` set to None. The random generators are not changed: call `restore_rng` after
-    everything that reseeds them, such as the start of a rollout engine."""
+    `train_state.loop_state` becomes the values that this rank saved or, if the number of ranks has changed, those of
+    the first rank with `rng` set to None. The random generators are not changed: call `restore_rng` after everything
+    that reseeds them, such as the start of a rollout engine."""
     storage_reader = dcp.HuggingFaceStorageReader(str(policy_folder))
     saved_metadata: dict[str, Any] = storage_reader.read_metadata().state_dict_metadata
     shapes_and_dtypes = {name: (entry.size, entry.properties.dtype) for name, entry in saved_metadata.items()}

@@ -38,7 +38,7 @@ POLICY_COPY_NAMES = ("ema", "old")
 policy's weights if a checkpoint lacks them. Other copies, such as "reference", keep the weights that the stage
 loaded."""
 _TENSOR_KEY = "__tensor__"
-"""Only key of a JSON object that replaces a tensor; the value is the name of the tensor."""
+"""Key that identifies a JSON object as the replacement of a tensor; the value is the name of the tensor."""
 
 
 @dataclass
@@ -194,8 +194,8 @@ def seed_rng(seed: int, step: int, rank: int, *, keeps_torch_rng: bool = False) 
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the trained weights and persistent buffers of a model by name; tied weights have their first name only.
-    Weights that are not trained are left out, because a resumed stage loads them with its initial model."""
+    """Return the trained weights and persistent buffers of a model by name; a tied weight has only the first of its
+    names. Weights that are not trained are left out, because a resumed stage loads them with its initial model."""
     tensors: dict[str, Tensor] = {}
     seen_tensor_ids: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():

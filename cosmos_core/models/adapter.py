@@ -3,6 +3,7 @@
 `lora.py` adds adapters to a model and writes them.
 """
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import peft
 import torch
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -33,6 +34,7 @@ _UNCHECKED_LORA_SETTINGS = {
     "target_parameters", "inference_mode", "exclude_modules", "lora_dropout", "init_lora_weights",
     "ensure_weight_tying", "runtime_config", "fan_in_fan_out",
 }  # fmt: skip
+_WEIGHTS_FILES = ("adapter_model.safetensors", "model.safetensors", "pytorch_lora_weights.safetensors")
 _INITS_CHANGING_BASE_WEIGHTS = ("pissa", "olora", "corda", "loftq")
 
 
@@ -44,7 +46,7 @@ def load_adapter_config(lora: LoraConfig, tied_module_names: Sequence[str] = ())
     adapter_folder = _resolve_adapter_folder(lora)
     error_prefix = f"{_LORA_PATH_KEY} = '{adapter_folder}'"
     try:
-        saved_settings: dict[str, Any] = peft.PeftConfig.from_json_file(str(adapter_folder / "adapter_config.json"))
+        saved_settings = _read_settings(adapter_folder)
         # Leave out what Cosmos-RL wrote in addition, and use PEFT's name of a setting that it wrote under its own.
         saved_config: Any = peft.PeftConfig.from_peft_type(
             **{
@@ -53,7 +55,7 @@ def load_adapter_config(lora: LoraConfig, tied_module_names: Sequence[str] = ())
                 if value is not None and key not in ("lora_names", "lora_path", "primary_adapter")
             }
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
         raise ModelError(f"{error_prefix}: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(saved_config, peft.LoraConfig):
         raise ModelError(f"{error_prefix}: a {saved_config.peft_type} adapter; only LoRA is trained here")
@@ -88,9 +90,7 @@ def load_adapter_weights(model: PreTrainedModel, lora_config: LoraConfig) -> Non
     """Load the weights of the saved LoRA adapter in the folder `lora_config.lora_path` into the adapter that `model`
     already has; if the model is on the meta device, only check them. Raise ModelError if the weights are missing or
     damaged, or belong to another model or adapter."""
-    file = _resolve_adapter_folder(lora_config) / "adapter_model.safetensors"
-    if not file.exists() and (cosmos_rl_file := file.with_name("model.safetensors")).exists():
-        file = cosmos_rl_file  # Cosmos-RL saves adapters of diffusion models as model.safetensors
+    file = _find_weights_file(_resolve_adapter_folder(lora_config))
     try:
         saved_tensors = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -98,6 +98,11 @@ def load_adapter_weights(model: PreTrainedModel, lora_config: LoraConfig) -> Non
         remedy = "save the adapter as safetensors" if is_adapter_pickled else "copy it again"
         raise ModelError(f"{_LORA_PATH_KEY}: {file} cannot be read: {error}; {remedy}") from error
     model_tensors = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    if not isinstance(model, PreTrainedModel):  # diffusers puts the name of the pipeline's component first
+        saved_tensors = {
+            name if name in model_tensors or name.startswith(PEFT_PREFIX) else name.partition(".")[2]: tensor
+            for name, tensor in saved_tensors.items()
+        }
     saved_names = {name.removeprefix(PEFT_PREFIX) for name in saved_tensors}
     if saved_names != model_tensors.keys():  # convert the tensor names of an adapter that an older transformers saved
         problem = f"{_LORA_PATH_KEY}: {file} does not fit {type(model).__name__}"
@@ -126,6 +131,25 @@ def load_adapter_weights(model: PreTrainedModel, lora_config: LoraConfig) -> Non
 def _resolve_adapter_folder(lora_config: LoraConfig) -> Path:
     assert lora_config.lora_path is not None
     return Path(os.path.expanduser(lora_config.lora_path))  # Path.expanduser would fail for an unknown user
+
+
+def _find_weights_file(adapter_folder: Path) -> Path:
+    """Return the file with the weights of an adapter: that of PEFT or, if it is missing, that of an adapter of a
+    diffusion model, as Cosmos-RL and this package or diffusers name it."""
+    files = [adapter_folder / name for name in _WEIGHTS_FILES]
+    return next((file for file in files if file.exists()), files[0])
+
+
+def _read_settings(adapter_folder: Path) -> dict[str, Any]:
+    """Return the settings in `adapter_config.json` or, if it is missing, those that diffusers wrote to the metadata of
+    the weights, each with the name of the pipeline's component before its name."""
+    settings_file, weights_file = adapter_folder / "adapter_config.json", _find_weights_file(adapter_folder)
+    if not settings_file.exists() and weights_file.exists():
+        with safe_open(weights_file, "pt") as weights:
+            if settings_json := (weights.metadata() or {}).get("lora_adapter_metadata"):
+                return {name.partition(".")[2]: value for name, value in json.loads(settings_json).items()}
+    saved_settings: dict[str, Any] = peft.PeftConfig.from_json_file(str(settings_file))
+    return saved_settings
 
 
 def _normalise_setting(setting_value: Any) -> Any:

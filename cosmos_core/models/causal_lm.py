@@ -63,7 +63,8 @@ class TokenBatch(Batch):
     trained_positions: Sequence[np.ndarray]
     """For each sample, the indices of its trained tokens among its S predicted tokens."""
     loss_gradient_N: Tensor | None = None
-    """Derivative of the loss for the log-probability of each trained token on this rank; None: not known in advance."""
+    """Derivative of the loss with respect to the log-probability of each trained token on this rank; None: not known
+    before the forward pass."""
     top_ids_NK: Tensor | None = None
     """Token ids whose log-probabilities are computed at each trained token on this rank; None: the most likely ids."""
 

@@ -117,12 +117,12 @@ def find_inseparable_layers(model: nn.Module) -> dict[str, str]:
     adapter on loading, because PEFT changes the names of the adapter's tensors."""
     linear_layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     num_layers_by_weight = Counter(id(layer.weight) for layer in linear_layers.values())
-    key_by_layer = {name: f"{PEFT_PREFIX}{name}.lora_A.weight" for name in linear_layers}
-    empty_state_dict = {key: torch.empty(0) for key in key_by_layer.values()}
+    tensor_key_by_layer = {name: f"{PEFT_PREFIX}{name}.lora_A.weight" for name in linear_layers}
+    empty_state_dict = {key: torch.empty(0) for key in tensor_key_by_layer.values()}
     loaded_state_dict = convert_peft_adapter_state_dict_for_transformers(model, peft.LoraConfig(), empty_state_dict)
     reason_by_layer = {
         name: "whose adapter PEFT does not find again"
-        for name, key in key_by_layer.items()
+        for name, key in tensor_key_by_layer.items()
         if key not in loaded_state_dict
     }
     for name, layer in linear_layers.items():
@@ -132,7 +132,7 @@ def find_inseparable_layers(model: nn.Module) -> dict[str, str]:
 
 
 def possible_target_names(model: nn.Module) -> list[str]:
-    """Return all names that the setting `target_modules` can have: modules, stacked parameters and their
+    """Return all names that the setting `target_modules` can contain: modules, stacked parameters of experts, and their
     projections."""
     target_names = [name for name, _ in model.named_modules() if name]
     for name in _find_stacked_parameters(model):
@@ -210,8 +210,8 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 
 def adapted_layers_by_peft_name(model: nn.Module) -> dict[str, LoraLayer]:
-    """Return the layers that an adapter changes by the name that PEFT compares with rank and alpha patterns: the name
-    of the layer or, for stacked experts, of the parameter."""
+    """Return the layers whose weights an adapter changes. The key of a layer is the name that PEFT compares with rank
+    and alpha patterns: the name of the layer or, for stacked experts, of the parameter."""
     return {
         f"{name.replace('.base_layer', '')}.{layer.parameter_name}" if isinstance(layer, ParamWrapper) else name: layer
         for name, layer in adapted_layers(model).items()

@@ -33,8 +33,8 @@ def split_by_length(
     `ModelAdapter.arrange_micro_batches`."""
     # The ranks run rows of similar length in parallel, so only the longest of each `num_ranks` rows counts.
     lengths = [padded_length_fn(len(samples[i].input_ids)) for i in sorted_indices[::num_ranks]]
-    num_default_tokens = sum(lengths[i] * len(lengths[i : i + max_rows]) for i in range(0, len(lengths), max_rows))
-    if sum(lengths) >= (1 - _MAX_PADDING_FRACTION) * num_default_tokens:
+    num_baseline_tokens = sum(lengths[i] * len(lengths[i : i + max_rows]) for i in range(0, len(lengths), max_rows))
+    if sum(lengths) >= (1 - _MAX_PADDING_FRACTION) * num_baseline_tokens:
         return None
     overhead_tokens = min(_MAX_OVERHEAD_TOKENS, sum(lengths) // _TOKENS_PER_OVERHEAD_TOKEN)
     min_costs, batch_starts = [0], [0]
@@ -87,8 +87,10 @@ def merge_prompts(
     prompt_groups = [[sorted_indices[k] for k in group] for group in group_by_prompt(sorted_samples)]
     num_tokens_by_group = [num_tokens_sharing_prompt([samples[i] for i in group]) for group in prompt_groups]
     num_tokens = sum(len(samples[i].input_ids) for i in sorted_indices)
-    max_default_tokens = max_rows * len(samples[sorted_indices[0]].input_ids)
-    max_batch_tokens = min(max_default_tokens, max(max(num_tokens_by_group), -(-sum(num_tokens_by_group) // num_ranks)))
+    max_baseline_tokens = max_rows * len(samples[sorted_indices[0]].input_ids)
+    max_batch_tokens = min(
+        max_baseline_tokens, max(max(num_tokens_by_group), -(-sum(num_tokens_by_group) // num_ranks))
+    )
     batches: list[list[int]] = []
     num_tokens_by_batch: list[int] = []
     for group_tokens, group in sorted(zip(num_tokens_by_group, prompt_groups, strict=True), key=lambda pair: -pair[0]):

@@ -35,7 +35,7 @@ class ComponentOffload:
         """Store the device for computation. `should_offload`: whether components return to host memory after use."""
         self._device, self._should_offload, self._is_offload_deferred = device, should_offload, False
         self._weights_on_device: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
-        """Pipeline components on the device, each with the list of its parameters and their tensors in host memory."""
+        """Pipeline components on the device, each with a list of pairs: a parameter, and its tensor in host memory."""
 
     @contextmanager
     def on_device(self, components: Sequence[nn.Module]) -> Iterator[None]:

@@ -244,9 +244,11 @@ def _per_sequence_attention(
 def _pad_and_stack(sequence_states: Sequence[Tensor], length: int) -> Tensor:
     """Pad the queries, keys or values of sequences, each with the shape (heads, tokens, features), to `length` tokens,
     and stack them. Neighbouring sequences of equal length are stacked at once."""
-    stacks = [torch.stack(list(group)) for _, group in groupby(sequence_states, key=lambda state: state.shape[1])]
-    stacks = [pad(stack, [0, 0, 0, length - stack.shape[2]]) if stack.shape[2] < length else stack for stack in stacks]
-    return stacks[0] if len(stacks) == 1 else torch.cat(stacks)
+    batches = [torch.stack(list(group)) for _, group in groupby(sequence_states, key=lambda state: state.shape[1])]
+    batches = [
+        pad(stack, [0, 0, 0, length - stack.shape[2]]) if stack.shape[2] < length else stack for stack in batches
+    ]
+    return batches[0] if len(batches) == 1 else torch.cat(batches)
 
 
 def _sliding_window_mask(length: int, window_size: int, device: torch.device) -> Tensor:

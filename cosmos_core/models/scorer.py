@@ -128,7 +128,8 @@ class LogprobScorer(nn.Module):
     def score_batch(
         self, batch: Any, output_request: RequestedOutputs, dtype: torch.dtype, inputs: dict[str, Any] | None = None
     ) -> dict[str, Tensor]:
-        """Return the requested outputs for a `TokenBatch`; `inputs` replaces its model inputs unless it is None."""
+        """Return the requested outputs for a `TokenBatch`. The model gets `inputs` or, if that is None, the inputs of
+        the batch."""
         return self(
             inputs or batch.inputs, batch.scored_index_N, output_request=output_request, dtype=dtype,
             loss_gradient_N=batch.loss_gradient_N, top_ids_NK=batch.top_ids_NK,
@@ -158,8 +159,8 @@ class LogprobScorer(nn.Module):
         model_output = called_module(**_select_model_inputs(inputs), use_cache=False, **router_options)
         auxiliary_loss: dict[str, Tensor] = {}
         if balance_settings:
-            sequence_inputs = inputs[balance.SEQUENCE_INDEX_KEY], int(inputs[balance.NUM_SEQUENCES_KEY])
-            loss = balance.load_balancing_loss(balance_settings, model_output.router_logits, *sequence_inputs)
+            sequence_arguments = inputs[balance.SEQUENCE_INDEX_KEY], int(inputs[balance.NUM_SEQUENCES_KEY])
+            loss = balance.load_balancing_loss(balance_settings, model_output.router_logits, *sequence_arguments)
             auxiliary_loss = {balance.LOAD_BALANCING_OUTPUT: loss}
         if not self._are_logits_plain_head_output:
             return model_output.logits, _OutputHead(None, lambda logits: logits), auxiliary_loss

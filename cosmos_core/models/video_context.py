@@ -45,7 +45,7 @@ class ClipSharding:
         self.num_local_tokens = tokens_per_unit * -(-num_tokens // (tokens_per_unit * self.num_ranks))
 
     def local_tokens(self, tensor: Tensor, token_dim: int) -> Tensor:
-        """Return this rank's tokens of `tensor`, which has all tokens of a clip; they are padded with zeros."""
+        """Return this rank's tokens of `tensor`, which has all tokens of a clip; zeros fill up the last ranks."""
         token_start = min(self.rank * self.num_local_tokens, self.num_tokens)
         local_tensor = tensor.narrow(token_dim, token_start, min(self.num_local_tokens, self.num_tokens - token_start))
         return self.pad_tokens(local_tensor, token_dim, self.num_local_tokens)

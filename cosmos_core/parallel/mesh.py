@@ -126,9 +126,9 @@ def all_reduce_any(local_flag: bool) -> bool:
     """Return True on all ranks if `local_flag` is true on any rank."""
     if is_single_rank():
         return local_flag
-    any_rank_flag = torch.tensor(int(local_flag))
-    dist.all_reduce(any_rank_flag, dist.ReduceOp.MAX)
-    return bool(any_rank_flag)
+    max_flag = torch.tensor(int(local_flag))
+    dist.all_reduce(max_flag, dist.ReduceOp.MAX)
+    return bool(max_flag)
 
 
 def first_error_of_ranks(local_error: str | None) -> str | None:

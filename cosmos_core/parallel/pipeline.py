@@ -103,7 +103,7 @@ def apply_pp(model: PreTrainedModel, parallelism: ParallelismConfig, pipeline_ra
 
 
 def extract_pipeline_stage(model: PreTrainedModel, stage_index: int, parallelism: ParallelismConfig) -> PreTrainedModel:
-    """Return one pipeline stage of a model after `apply_pp`, a copy of the model that shares its weights."""
+    """Return the pipeline stage `stage_index` as a model that shares the weights of `model`. Call `apply_pp` first."""
     stage_model, base_model = _shallow_copy(model), _shallow_copy(model.base_model)
     stage_model._modules[model.base_model_prefix] = base_model
     _replace_other_stages(stage_model, base_model, [stage_index], num_stages(model, parallelism), lambda module: module)
