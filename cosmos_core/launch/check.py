@@ -43,8 +43,8 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
         base_stage, data_stage_name = _find_base_stage(pipeline, stage), referenced_stage(stage.data)
         references = stage_references(stage, pipeline.recipes[stage.name], pipeline.stage_kind(stage))
         row_stage_names = [referenced_stage(value) for key, value in references if key not in MODEL_REFERENCE_KEYS]
-        row_kinds = {name: pipeline.stage_kind(pipeline.stage(name)) for name in filter(None, row_stage_names)}
-        unknown_row_stages = [name for name, row_kind in row_kinds.items() if row_kind.makes != "data"]
+        kind_by_row_stage = {name: pipeline.stage_kind(pipeline.stage(name)) for name in filter(None, row_stage_names)}
+        unknown_row_stages = [name for name, row_kind in kind_by_row_stage.items() if row_kind.makes != "data"]
         if base_stage is None or unknown_row_stages:
             unfinished_stage_name = referenced_stage(stage.model) if base_stage is None else unknown_row_stages[0]
             yield f"{stage.name}: not looked at: it starts from what stage {unfinished_stage_name!r} will make"
@@ -113,10 +113,10 @@ def check_first_rows(pipeline: Pipeline) -> None:
         if decodes_media or any(each.role == "data_code" for each in inputs) or _has_prepared_rows(pipeline, stage):
             continue
         data_inputs = [each for each in inputs if each.role == "data"]
-        are_local = {each.location_type for each in data_inputs} <= {"folder", "literal"}
+        is_local = {each.location_type for each in data_inputs} <= {"folder", "literal"}
         data_paths = [Path(each.location) for each in data_inputs if each.location_type == "folder"]
         file_lists = [list_data_files(path, DATA_FILE_PATTERNS) if path.is_dir() else [path] for path in data_paths]
-        if not are_local or any(sum(f.stat().st_size for f in files) > _MAX_QUICK_CHECK_BYTES for files in file_lists):
+        if not is_local or any(sum(f.stat().st_size for f in files) > _MAX_QUICK_CHECK_BYTES for files in file_lists):
             continue
         try:
             run_check(pipeline, stage, "cosmos_core.data.quick_check:run", data=stage.data)

@@ -79,7 +79,7 @@ class _ServiceProcess:
 
     def __init__(self, config_path: Path, work_dir: Path, python_path: str, host: str) -> None:
         self._config_path, self._python_path, self._host = config_path, python_path, host
-        self._log_path, self._ready_path = work_dir / "logs" / "reward_service.log", work_dir / "reward_service.url"
+        self._log_path, self._url_file = work_dir / "logs" / "reward_service.log", work_dir / "reward_service.url"
         self.token = secrets.token_hex(32)
         self._queue_id = uuid.uuid4().hex  # a restarted service finds its queued requests by this id
         self.num_restarts = 0
@@ -91,10 +91,10 @@ class _ServiceProcess:
     def start(self, check_stop: Callable[[], None]) -> str:
         """Start the service and wait until it accepts requests; return its URL. Raises `RewardError` if a reward or
         the configuration cannot be loaded, and `StageFailed` if the service ended otherwise or did not load in time."""
-        self._ready_path.unlink(missing_ok=True)
+        self._url_file.unlink(missing_ok=True)
         self._child = self._start_child()
         deadline = time.monotonic() + _LOAD_TIMEOUT_SECONDS
-        while not self._ready_path.is_file():
+        while not self._url_file.is_file():
             check_stop()
             if (exit_code := self._child.poll()) is not None:
                 error_class = RewardError if exit_code == EXIT_USAGE else StageFailed
@@ -103,7 +103,7 @@ class _ServiceProcess:
                 load_problem = f"did not load in {_LOAD_TIMEOUT_SECONDS:g} s; see {self._log_path}"
                 raise StageFailed(f"the reward service of {self._config_path} {load_problem}")
             time.sleep(_POLL_SECONDS)
-        service_url = self._ready_path.read_text(encoding="utf-8")
+        service_url = self._url_file.read_text(encoding="utf-8")
         self._port = service_url.rpartition(":")[2]
         self._watcher_thread.start()
         return service_url
@@ -117,7 +117,7 @@ class _ServiceProcess:
             self._child.kill()
         with contextlib.suppress(OSError):
             mask_file(self._log_path)  # reward functions may have written secrets to the log
-        self._ready_path.unlink(missing_ok=True)
+        self._url_file.unlink(missing_ok=True)
 
     def _restart_ended_child(self) -> None:
         while not self._stop_event.wait(_POLL_SECONDS):
@@ -139,7 +139,7 @@ class _ServiceProcess:
         with contextlib.suppress(ConfigError):  # the service itself reports an invalid configuration file
             token_variable = str(read_toml(self._config_path).get("token_env", TOKEN_VARIABLE))
         command = [self._python_path, "-m", "cosmos_core.rewards.service", "--config", str(self._config_path)]
-        command += ["--host", self._host, "--port", self._port, "--ready", str(self._ready_path)]
+        command += ["--host", self._host, "--port", self._port, "--ready", str(self._url_file)]
         added_environment = {token_variable: self.token, "COSMOS_REWARD_QUEUE": self._queue_id}
         return SupervisedProcess(command, log_path=self._log_path, grace_seconds=1.0, environment=added_environment)
 

@@ -66,6 +66,6 @@ def _describe_detectable_effect(
     effect = compute_detectable_effect(metric, published_record["metrics"][metric], items_folder, stage.confidence)
     if effect is None:
         return
-    (num_items, difference), required = effect, abs(condition.published_offset)
+    (num_items, difference), min_diff = effect, abs(condition.published_offset)
     text = f"{stage.name}: {num_items:,} items of {metric} show a difference of {difference:.2g} in 80 of 100 cases"
-    yield text + (f"; {required:g} needs {compute_sample_size(num_items, difference, required):,}" if required else "")
+    yield text + (f"; {min_diff:g} needs {compute_sample_size(num_items, difference, min_diff):,}" if min_diff else "")

@@ -107,8 +107,8 @@ def _collect_panels(metric_lines: Sequence[dict[str, Any]], families: Sequence[s
         if not isinstance(step, int | float) or math.isnan(_to_plot_value(step)):
             continue
         for key, value in line.items():
-            metric_prefix, slash, _ = key.partition("/")
-            panel_name = name if (name := metric_family(key)) in panels else metric_prefix + slash
+            metric_prefix, separator, _ = key.partition("/")
+            panel_name = name if (name := metric_family(key)) in panels else metric_prefix + separator
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if panel_name in panels and key not in _REWARD_STATISTICS and is_number:
                 steps, plotted_values = panels[panel_name].setdefault(key, ([], []))

@@ -276,7 +276,7 @@ class RunRecord:
         return time.time() if self.outcome == "running" else max(end_times, default=self.start_time)
 
     @property
-    def refused_stages(self) -> set[str]:
+    def refused_stage_names(self) -> set[str]:
         """Return the names of all direct and indirect predecessors of the gates that refused."""
         refused_stage_names: set[str] = set()
         for stage in reversed(self.stages):  # visit successors first: a refusal also applies to all predecessors
@@ -288,7 +288,7 @@ class RunRecord:
     def model(self) -> Path | None:
         """Return the folder of the run's final model: the last export, or else the last model of any stage. Return None
         if there is no model, if a gate refused the model, or if the model exists only in an artifact store."""
-        names = self.refused_stages
+        names = self.refused_stage_names
         stages = [stage for stage in self.stages if stage.kind.makes != "publication" and stage.name not in names]
         stages = [stage for stage in stages if "://" not in str(stage.info.get("model") or "://")]
         export_stages = [stage for stage in stages if stage.kind.makes == "model" and not stage.kind.trains_model]
@@ -301,7 +301,7 @@ class RunRecord:
     @property
     def trained_models(self) -> list[StageRecord]:
         """Return the stages whose model is on this machine, except stages whose model a gate refused."""
-        accepted_names = {stage.name for stage in self.stages if stage.kind.makes == "model"} - self.refused_stages
+        accepted_names = {stage.name for stage in self.stages if stage.kind.makes == "model"} - self.refused_stage_names
         model_stages = [stage for stage in self.stages if stage.name in accepted_names and stage.info.get("model")]
         return [stage for stage in model_stages if (stage.path / str(stage.info["model"])).exists()]
 

@@ -29,9 +29,9 @@ _STATUSES_BY_URGENCY = ("failed", "refused", "died", "stopped", "running", "retr
 def select_compared_stages(run: RunRecord) -> list[StageRecord]:
     """Return the stages whose validation metrics the report compares: stages that evaluate a model or select a branch
     or, if there are none, all stages with validation metrics. Stages in branches of a sweep are left out."""
-    branch_stages = list_sweep_stages(run)
+    branch_stage_names = list_sweep_stages(run)
     stages = [stage for stage in run.stages if any(map(_is_validation_metric, stage.metrics))]
-    stages = [stage for stage in stages if stage.name not in branch_stages]
+    stages = [stage for stage in stages if stage.name not in branch_stage_names]
     return [stage for stage in stages if stage.kind.makes == "metrics" or stage.kind.selects_branch] or stages
 
 
@@ -71,9 +71,9 @@ def make_validation_metrics_table(run: RunRecord) -> tuple[list[str], list[dict[
 def _list_validation_columns(run: RunRecord) -> list[tuple[str, dict[str, Any]]]:
     """Return title and metrics of each compared validation, in the order of the pipeline: the validation before the
     first step of each training, and the validations of `select_compared_stages`."""
-    columns, compared_stages, branch_stages = [], select_compared_stages(run), list_sweep_stages(run)
+    columns, compared_stages, branch_stage_names = [], select_compared_stages(run), list_sweep_stages(run)
     for stage in run.stages:
-        if stage.kind.trains_model and stage.name not in branch_stages:
+        if stage.kind.trains_model and stage.name not in branch_stage_names:
             initial_metrics = _find_initial_validation(stage)
             if metrics := {key: value for key, value in initial_metrics.items() if _is_validation_metric(key)}:
                 columns.append((f"before {stage.name}", metrics))

@@ -112,15 +112,15 @@ class Bucket:
         self._read_timeout_seconds = read_timeout_seconds
         """Read timeout in seconds, after which the connection is closed and the request is retried."""
         self._client: Any = None
-        self._client_time = 0.0
+        self._client_creation_time = 0.0
 
     @property
     def s3_client(self) -> Any:
         """Return the boto3 client, created at the first use because importing boto3 takes a third of a second. A client
         with credentials of a file or a role is replaced after minutes, as another program may have renewed the file.
         Raise ConfigError if there are no credentials, or the endpoint is no URL."""
-        if self._client is None or time.monotonic() > self._client_time + _MAX_CLIENT_AGE_SECONDS:
-            self._client, self._client_time = self._open_client(), time.monotonic()
+        if self._client is None or time.monotonic() > self._client_creation_time + _MAX_CLIENT_AGE_SECONDS:
+            self._client, self._client_creation_time = self._open_client(), time.monotonic()
         return self._client
 
     def _open_client(self) -> Any:
@@ -295,21 +295,21 @@ class _TransferDigest:
         stored_sha256 = _read_metadata(response).get("sha256", "")
         encryption_algorithm = response.get("ServerSideEncryption", "AES256")
         has_customer_key = encryption_algorithm != "AES256" or "SSECustomerAlgorithm" in response
-        self._hash: hashlib._Hash | None = None
+        self._running_hash: hashlib._Hash | None = None
         if _SHA256_PATTERN.fullmatch(stored_sha256):
-            self._hash, self._expected_digest = hashlib.sha256(), stored_sha256
+            self._running_hash, self._expected_digest = hashlib.sha256(), stored_sha256
         elif _MD5_PATTERN.fullmatch(etag) and not has_customer_key:
-            self._hash, self._expected_digest = hashlib.md5(usedforsecurity=False), etag
+            self._running_hash, self._expected_digest = hashlib.md5(usedforsecurity=False), etag
 
     def update(self, block: bytes) -> None:
         """Add the next received block of an object to the digest."""
-        if self._hash is not None:
-            self._hash.update(block)
+        if self._running_hash is not None:
+            self._running_hash.update(block)
 
     def verify(self, key: str) -> None:
         """Raise `_DigestMismatchError` if the digest of the received bytes differs from the digest that the store
         reports."""
-        if self._hash is not None and self._hash.hexdigest() != self._expected_digest:
+        if self._running_hash is not None and self._running_hash.hexdigest() != self._expected_digest:
             raise _DigestMismatchError(f"{key} arrived altered {_MAX_TRANSFER_ATTEMPTS} times")
 
 

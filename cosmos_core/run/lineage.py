@@ -71,11 +71,11 @@ def _find_replaced_model(stage_path: Path, digest_by_file: dict[str, str]) -> st
     """Return a description if the stage whose model was published has made a model with other weights since; otherwise
     an empty string."""
     with suppress(ConfigError):
-        model_stage = referenced_stage(load_stage(stage_path).config.model)
-        result = read_result(stage_path.parent / model_stage) if model_stage else None
+        model_stage_name = referenced_stage(load_stage(stage_path).config.model)
+        result = read_result(stage_path.parent / model_stage_name) if model_stage_name else None
         weight_digests = {digest for name, digest in digest_by_file.items() if name.endswith(".safetensors")}
         if result and not weight_digests <= {output["sha256"] for output in result["outputs"]}:
-            return f"stage {model_stage!r} has made another model since"
+            return f"stage {model_stage_name!r} has made another model since"
     return ""
 
 

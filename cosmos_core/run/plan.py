@@ -89,10 +89,10 @@ def plan_stages(
     decisions: dict[str, StageDecision] = {}
     for stage in pipeline.stages:
         stage_kind = stage_kinds[stage.kind]
-        undecided_stages = [name for name in stage.after if decisions[name].result is None]
-        if undecided_stages:
+        undecided_stage_names = [name for name in stage.after if decisions[name].result is None]
+        if undecided_stage_names:
             action: Literal["run", "depends"] = "depends" if stage_kind.is_reusable else "run"
-            decisions[stage.name] = StageDecision(action, f"after {', '.join(undecided_stages)}")
+            decisions[stage.name] = StageDecision(action, f"after {', '.join(undecided_stage_names)}")
             continue
         upstream_digests = {name: result["digest"] for name in stage.after if (result := decisions[name].result)}
         if not stage_kind.is_reusable:
@@ -100,10 +100,10 @@ def plan_stages(
             continue
         current_fingerprint = compute_fingerprint(pipeline, stage, stage_kind, upstream_digests, digest_cache)
         decision: StageDecision | None = None
-        candidates = [current_fingerprint]
+        fingerprints = [current_fingerprint]
         if stage.work_pool:
-            candidates = [*find_pool_fingerprints(output_dir, pipeline, stage, current_fingerprint), *candidates]
-        for candidate in candidates:
+            fingerprints = [*find_pool_fingerprints(output_dir, pipeline, stage, current_fingerprint), *fingerprints]
+        for candidate in fingerprints:
             if decision is None or decision.action == "run":
                 decision = decide_reuse(output_dir, None, candidate, ignores_cache=ignores_cache)
             if (decision is None or decision.action == "run") and (result := find_stored_result(candidate.value)):
