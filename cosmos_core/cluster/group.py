@@ -319,7 +319,7 @@ def _wait_for_ranks(
 ) -> Any:
     """Wait until the program has ended on all ranks, and return its value on the first rank. Raises the first
     `CosmosError` that a rank raised, `RankFailed` if a rank died, and `StageFailed` if the embedded cluster has died,
-    so that ranks cannot be restarted."""
+    because ranks cannot be restarted then."""
     pending_refs, has_sent_stop, return_value, last_poll_time = list(run_refs), False, None, time.monotonic()
     first_rank_actor = rank_actors[0]
     if actor_supervisor is not None:

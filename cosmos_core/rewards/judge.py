@@ -111,7 +111,7 @@ def _turns_to_text(text_or_turns: Any) -> str:
 
 
 def _content_to_text(turn_content: Any) -> str:
-    """Return the content of a turn as text, with the type of each part that is no text, such as `[image]`."""
+    """Return the content of a turn as text; each part that is no text is replaced by its type, such as `[image]`."""
     if not isinstance(turn_content, list):
         return str(turn_content)
     return "".join(part["text"] if "text" in part else f"[{part['type']}]" for part in turn_content)

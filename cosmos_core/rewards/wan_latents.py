@@ -21,7 +21,8 @@ class WanVae:
     """Wan VAE from a folder or Hub name of diffusers, or from the published file `Wan2.1_VAE.pth`."""
 
     def __init__(self, setting_name: str, path: str, device: str, dtype: str = "bfloat16") -> None:
-        """Load the VAE, in float32 on a CPU, or raise `RewardError`, which names the setting `setting_name`."""
+        """Load the VAE at `path`, in float32 on a CPU. Raise `RewardError`, which names the setting `setting_name`, if
+        the VAE cannot be loaded."""
         install_hint = f"pip install diffusers torch, or leave {setting_name} empty"
         require_packages(setting_name, install_hint, "torch", "diffusers")
         import torch

@@ -22,12 +22,12 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class RewardArgs(Table):
-    """Table `[[reward_args]]`: one reward."""
+    """Table `[[reward_args]]` of `rewards.toml`: settings of one reward."""
 
     reward_type: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
     """Name of the reward for clients, and of its module in cosmos_core/rewards unless `entry` names user code."""
     entry: str = ""
-    """User code, `module:thing` or `path/file.py:thing`: a reward function, or a class with `score(items)`."""
+    """User code, `module:name` or `path/file.py:name`: a reward function, or a class with the method `score(items)`."""
     enable: bool = True
     """Whether the reward is served."""
     venv_python: str = ""
@@ -57,7 +57,7 @@ class RewardArgs(Table):
     load_seconds: PositiveFloat = 900.0
     """Timeout in seconds for loading the reward."""
     setup_script: str = ""
-    """Setup script, a key of Cosmos-RL without effect: the script is not run."""
+    """Setup script, a setting of Cosmos-RL without effect here: the script is not run."""
     work_dir: str = ""
     """Working directory of the reward's processes; empty: the directory of the service."""
     tmp_dir: str = ""
@@ -75,7 +75,8 @@ class RewardArgs(Table):
 
 
 class DecodeArgs(Table):
-    """Table `[decode_args]`: the VAE that decodes video latents, once for all rewards of a request."""
+    """Table `[decode_args]` of `rewards.toml`: settings of the VAE that decodes the video latents of a request, once
+    for all its rewards."""
 
     model_path: str = ""
     """Folder or Hub name of a Wan VAE in diffusers' format, or its published file `Wan2.1_VAE.pth`. Empty: the file on
@@ -85,15 +86,15 @@ class DecodeArgs(Table):
     device: str = "cuda"
     """Device of the decoder of video latents."""
     chunk_duration: PositiveInt = 81
-    """Key of Cosmos-RL's own tokenizer, without effect; diffusers' VAE decodes a clip as a whole."""
+    """Setting of Cosmos-RL's own video tokenizer, without effect here: diffusers' VAE decodes a clip as a whole."""
     temporal_window: PositiveInt = 16
-    """Key of Cosmos-RL's own tokenizer, without effect."""
+    """Setting of Cosmos-RL's own video tokenizer, without effect here."""
     load_mean_std: bool = False
-    """Key of Cosmos-RL without effect: latents are always normalised by the statistics of the VAE."""
+    """Setting of Cosmos-RL, without effect here: latents are always normalised by the statistics of the VAE."""
     wan2pt2_model_path: str = ""
-    """Key of Cosmos-RL, without effect: there is one decoder, so name a VAE of Wan2.2 in `model_path`."""
+    """Setting of Cosmos-RL, without effect here: there is one decoder, so name a VAE of Wan2.2 in `model_path`."""
     wan2pt2_credential_path: str = ""
-    """File of credentials for downloading a tokenizer, a key of Cosmos-RL without effect."""
+    """File of credentials with which Cosmos-RL downloads a video tokenizer, without effect here."""
     no_latent_decoder: bool = False
     """Whether requests with latents are refused."""
 
@@ -126,7 +127,7 @@ class ServiceConfig(Table):
     """Maximum bytes of waiting requests, above which clients receive status 429 and retry. The same limit applies
     separately to decoded videos and to scores in memory."""
     max_pending: PositiveInt = 1024
-    """Maximum number of requests that wait for scores or are being read."""
+    """Maximum number of requests that are being received or wait for scores."""
     result_seconds: PositiveFloat = 3600.0
     """Seconds for which scores are kept and can be fetched."""
     max_results: PositiveInt = 100_000
