@@ -187,9 +187,11 @@ def _has_requested_relation(
 
 def spatial_relations(detection: Detection, other_detection: Detection) -> set[str]:
     """Return the spatial relations of an object to another (left of, right of, above, below), empty if they overlap."""
-    box_corners, other_corners = (np.array(detection.box).reshape(2, 2) for detection in (detection, other_detection))
-    center_offset = box_corners.mean(0) - other_corners.mean(0)
-    overlap_margin = _OVERLAP_MARGIN_FRACTION * (np.ptp(box_corners, axis=0) + np.ptp(other_corners, axis=0))
+    box_corners, other_box_corners = (
+        np.array(detection.box).reshape(2, 2) for detection in (detection, other_detection)
+    )
+    center_offset = box_corners.mean(0) - other_box_corners.mean(0)
+    overlap_margin = _OVERLAP_MARGIN_FRACTION * (np.ptp(box_corners, axis=0) + np.ptp(other_box_corners, axis=0))
     offset_beyond_margin = np.maximum(np.abs(center_offset) - overlap_margin, 0) * np.sign(center_offset)
     if np.all(np.abs(offset_beyond_margin) < 1e-3):
         return set()

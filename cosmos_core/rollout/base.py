@@ -282,24 +282,24 @@ class WeightReceiver:
     """Receiver of weight loads, which checks that each load has the same tensors, so that no old weights remain."""
 
     def __init__(self) -> None:
-        self._expected_names: frozenset[str] = frozenset()
-        self._received_names: set[str] = set()
+        self._expected_tensor_names: frozenset[str] = frozenset()
+        self._received_tensor_names: set[str] = set()
 
     def buckets(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
         """Yield the buckets of a weight load, and record the names of their tensors."""
-        self._received_names = set()
+        self._received_tensor_names = set()
         for bucket in buckets:
-            self._received_names.update(name for name, _ in bucket)
+            self._received_tensor_names.update(name for name, _ in bucket)
             yield bucket
 
     def acknowledge(self, version: int) -> LoadReceipt:
         """Return the receipt of a weight load after its last tensor; raise a `StageFailed` if the tensor names differ
         from those of earlier loads."""
-        self._expected_names = self._expected_names or frozenset(self._received_names)
-        if missing_names := self._expected_names - self._received_names:
+        self._expected_tensor_names = self._expected_tensor_names or frozenset(self._received_tensor_names)
+        if missing_names := self._expected_tensor_names - self._received_tensor_names:
             raise StageFailed(f"weight sync: {len(missing_names)} tensors did not come, such as {min(missing_names)}")
-        if unknown_names := self._received_names - self._expected_names:
+        if unknown_names := self._received_tensor_names - self._expected_tensor_names:
             raise StageFailed(
                 f"weight sync: {len(unknown_names)} tensors came for the first time, such as {min(unknown_names)}"
             )
-        return LoadReceipt(version, len(self._received_names))
+        return LoadReceipt(version, len(self._received_tensor_names))

@@ -304,8 +304,8 @@ class EnginePool:
 
     def _send_to_engines(self, ready_engines: Sequence[PooledEngine], request_queue: deque[_Request]) -> None:
         while request_queue and ready_engines:
-            free_engines = [engine for engine in ready_engines if request_queue[0].group_key not in engine.requests]
-            engine = min(free_engines, key=lambda engine: len(engine.requests), default=None)
+            eligible_engines = [engine for engine in ready_engines if request_queue[0].group_key not in engine.requests]
+            engine = min(eligible_engines, key=lambda engine: len(engine.requests), default=None)
             if engine is None or len(engine.requests) >= self._max_groups:
                 return
             max_batch_size = min(self._max_groups - len(engine.requests), -(-len(request_queue) // len(ready_engines)))

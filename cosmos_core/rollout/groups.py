@@ -91,14 +91,14 @@ class SyncGroupSource:
         """Generate and score the groups of completions of train step `step`, or only the first `num_groups` groups."""
         start_time = time.perf_counter()
         self.engine.wake()
-        groups = self.generate_repeated(self.get_step_prompts(step)[:num_groups], step, Counter())
+        groups = self.generate_groups(self.get_step_prompts(step)[:num_groups], step, Counter())
         self.sleep_until_next_step(step)
         generation_seconds = time.perf_counter() - start_time
         self.sampled_groups = scored_groups = self.score_groups(groups)
         throughput_metrics = _throughput_metrics(scored_groups, generation_seconds, time.perf_counter() - start_time)
         return scored_groups, group_metrics(scored_groups) | throughput_metrics | lag_metrics(scored_groups, step)
 
-    def generate_repeated(self, prompts: Sequence[Prompt], step: int, count_by_prompt_id: Counter[int]) -> list[Group]:
+    def generate_groups(self, prompts: Sequence[Prompt], step: int, count_by_prompt_id: Counter[int]) -> list[Group]:
         """Generate the groups of `prompts`, in order. `count_by_prompt_id`: how often the step has sampled a
         prompt before. A repeated prompt, at a boundary of epochs or in a mixture of data sets, gets other seeds."""
         indices_by_num_repeats: dict[int, list[int]] = {}
@@ -173,7 +173,7 @@ class FilteredGroupSource:
     epochs; fewer prompts at the end of the last epoch."""
     groups_per_step: int
     group_filter: GroupFilter | None = GroupFilter()
-    """Filter that selects groups; None: every group is kept."""
+    """Filter that selects the groups to train on; None: all groups."""
     sampled_groups: Sequence[ScoredGroup] = ()
     _num_taken_prompts: int = 0
 
@@ -198,7 +198,7 @@ class FilteredGroupSource:
                 break
             next_position += len(prompts)
             round_start_time = time.perf_counter()
-            groups = self.sync_source.generate_repeated(prompts, step, count_by_prompt_id)
+            groups = self.sync_source.generate_groups(prompts, step, count_by_prompt_id)
             generation_seconds += time.perf_counter() - round_start_time
             scored_groups = self.sync_source.score_groups(groups)
             sampled_groups += scored_groups

@@ -164,7 +164,7 @@ class HfEngine(ModuleEngine):
         cache = self._make_cache()
         inputs = {"attention_mask": mask_PT, **image_inputs}
         if not image_inputs:
-            inputs = self._prompt_batching.inputs(mask_PT, positions_PT)
+            inputs = self._prompt_batching.make_inputs(mask_PT, positions_PT)
         logits_PV = self._forward(input_ids_PT, cache, inputs)
         # One forward pass over the prompt serves all completions of a group, so the rows of the cache are repeated.
         # Unlike the cache's other methods, `reorder_cache` also repeats the states of recurrent layers.
@@ -205,7 +205,7 @@ class HfEngine(ModuleEngine):
                 is_used_token_BV, mask_BT = is_used_token_BV[kept_rows_B], mask_BT[kept_rows_B]
                 positions_B, max_new_tokens_B = positions_B[kept_rows_B], max_new_tokens_B[kept_rows_B]
             # With images, pass no positions and no mask: the model computes positions, and there is no padding.
-            inputs = self._prompt_batching.inputs(mask_BT, positions_B.unsqueeze(-1))
+            inputs = self._prompt_batching.make_inputs(mask_BT, positions_B.unsqueeze(-1))
             logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, new_token_image_inputs if image_inputs else inputs)
         return tokens_RT, logprobs_RT, lengths_R
 
@@ -261,10 +261,10 @@ class HfEngine(ModuleEngine):
         mask_BT = torch.ones_like(input_ids_BT)
         mask_BT[0, :num_padding_tokens] = 0
         positions_BT, cache = (mask_BT.cumsum(-1) - 1).clamp(min=0), self._make_cache()
-        self._forward(input_ids_BT[:, :-1], cache, prompt_batching.inputs(mask_BT[:, :-1], positions_BT[:, :-1]))
+        self._forward(input_ids_BT[:, :-1], cache, prompt_batching.make_inputs(mask_BT[:, :-1], positions_BT[:, :-1]))
         repeated_rows_B = torch.tensor([0, 0, 1, 1])
         cache.reorder_cache(repeated_rows_B)  # type: ignore[arg-type]
-        model_inputs = prompt_batching.inputs(mask_BT[repeated_rows_B], positions_BT[repeated_rows_B, -1:])
+        model_inputs = prompt_batching.make_inputs(mask_BT[repeated_rows_B], positions_BT[repeated_rows_B, -1:])
         logits_BV = self._forward(input_ids_BT[repeated_rows_B, -1:], cache, model_inputs)
         return logits_BV[:2], model(input_ids=input_ids_BT[:1, num_padding_tokens:], use_cache=False).logits[0, -1]
 
@@ -284,7 +284,7 @@ class _PromptBatching(NamedTuple):
     has_positions: bool
     """Whether the model gets the positions of tokens as input; otherwise it computes them itself."""
 
-    def inputs(self, mask_BT: Tensor, positions_BT: Tensor) -> dict[str, Tensor]:
+    def make_inputs(self, mask_BT: Tensor, positions_BT: Tensor) -> dict[str, Tensor]:
         mask_input = {"attention_mask": mask_BT} if self.has_padding else {}
         return mask_input | ({"position_ids": positions_BT} if self.has_positions else {})
 

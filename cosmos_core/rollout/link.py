@@ -57,8 +57,12 @@ class BucketHeader(NamedTuple):
 def split_bucket(bucket: Bucket) -> tuple[BucketHeader, list[Tensor]]:
     """Return the header of a bucket of weights, and the tensors to send, in the order of the header."""
     first_name_by_storage: dict[Any, str] = {}
-    sent_name_by_name = {name: first_name_by_storage.setdefault(storage_key(tensor), name) for name, tensor in bucket}
-    first_name_by_alias = {name: first_name for name, first_name in sent_name_by_name.items() if first_name != name}
+    sent_name_by_tensor_name = {
+        name: first_name_by_storage.setdefault(storage_key(tensor), name) for name, tensor in bucket
+    }
+    first_name_by_alias = {
+        name: first_name for name, first_name in sent_name_by_tensor_name.items() if first_name != name
+    }
     named_tensors = [(name, tensor) for name, tensor in bucket if name not in first_name_by_alias]
     named_tensors.sort(key=lambda named_tensor: -named_tensor[1].element_size())
     tensors = [tensor.detach() for _, tensor in named_tensors]

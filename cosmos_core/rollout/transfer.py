@@ -126,7 +126,7 @@ class DeltaWeightLink(HostWeightLink):
 
     def __init__(self, delta_transfer: DeltaWeightTransfer, weight_load: WeightLoad) -> None:
         super().__init__(weight_load)
-        self._transfer, self._num_buckets, self._has_changes = delta_transfer, 0, False
+        self._transfer, self._num_buckets, self._has_changed_values = delta_transfer, 0, False
         # Empty the list, which `confirm_weight_load` fills again: if the load fails, the next load sends all values.
         self._previous_processes, delta_transfer.up_to_date_processes = delta_transfer.up_to_date_processes, []
         delta_transfer.num_sent_bytes = 0
@@ -141,7 +141,7 @@ class DeltaWeightLink(HostWeightLink):
         changed_words = None
         if previous_bucket is not None and previous_bucket.header == packed_bucket.header:
             changed_words = find_changed_words(previous_bucket.data, packed_bucket.data)
-        self._has_changes |= changed_words is None or changed_words.nbytes > 0
+        self._has_changed_values |= changed_words is None or changed_words.nbytes > 0
         up_to_date_ids = set(map(id, self._previous_processes)) if changed_words is not None else set()
         has_previous_weights = [id(process.description) in up_to_date_ids for process in self._weight_load.processes]
         replies: list[Future[Any]] = []
@@ -161,7 +161,7 @@ class DeltaWeightLink(HostWeightLink):
             return
         loaded_processes = [process.description for process in self._weight_load.processes]
         # A load may include only new engines. If no value has changed, the other engines still have the same weights.
-        unchanged_processes = [] if self._has_changes else self._previous_processes
+        unchanged_processes = [] if self._has_changed_values else self._previous_processes
         self._transfer.up_to_date_processes = [*unchanged_processes, *loaded_processes]
 
 
@@ -175,7 +175,8 @@ class NativeWeightTransfer:
         """Engine processes of the last attempt to connect them with the trainer, in order."""
         self._is_connected = False
         self.num_failed_transfers = 0
-        """Number of failed native transfers since an engine process was replaced, or since a load that succeeded."""
+        """Number of failed transfers by NCCL or CUDA IPC in succession: since the last successful load, or since an
+        engine process was replaced."""
 
     def open_link(self, weight_load: WeightLoad) -> HostWeightLink:
         """Return a sender of weights by NCCL or CUDA IPC. If an engine of the load cannot be connected to the ranks,
