@@ -263,7 +263,7 @@ def _default_stage_entries(recipe: Recipe, kinds: StageKinds) -> list[Mapping[st
     """Return the entries of `[[pipeline.stages]]` for a recipe without `[pipeline]`; each stage has the name of its
     kind."""
     prepare_kind = _find_stage_kind(kinds, makes="data")
-    training_kind = _find_stage_kind(kinds, feed=_sample_source(recipe))
+    training_kind = _find_stage_kind(kinds, feed=_find_feed(recipe))
     rows_table: TomlTable = {"data": f"{STAGE_PREFIX}{prepare_kind}"}
     model_settings = {"after": (training_kind,), "model": f"{STAGE_PREFIX}{training_kind}"}
     settings_by_kind: dict[str, TomlTable] = {prepare_kind: {}, training_kind: {"after": (prepare_kind,)} | rows_table}
@@ -298,7 +298,7 @@ def _dataset_references(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield f"{key}.pass_rates", dataset.pass_rates
 
 
-def _sample_source(recipe: Recipe) -> str:
+def _find_feed(recipe: Recipe) -> str:
     """Return `rollouts` if the algorithm of the recipe trains on rollouts, otherwise `dataset`: the value of
     `StageKind.feed` that a stage needs to train with this algorithm."""
     return "rollouts" if recipe.train.train_policy.has_rollouts else "dataset"
@@ -349,10 +349,10 @@ def _check_stage_kind(error_prefix: str, stage: StageConfig, recipe: Recipe, kin
     for key, example_value in stage_kind.required_keys.items():
         if not getattr(stage, key):
             raise ConfigError(f"{error_prefix}: kind {stage_kind.name!r} needs {key} = {example_value}")
-    if stage_kind.trains_model and stage_kind.feed != _sample_source(recipe):
+    if stage_kind.trains_model and stage_kind.feed != _find_feed(recipe):
         raise ConfigError(
             f"{error_prefix}: kind {stage_kind.name!r} does not train with train.train_policy.type = "
-            f"{recipe.train.train_policy.type!r}; take kind = {_find_stage_kind(kinds, feed=_sample_source(recipe))!r}"
+            f"{recipe.train.train_policy.type!r}; take kind = {_find_stage_kind(kinds, feed=_find_feed(recipe))!r}"
         )
 
 

@@ -29,9 +29,9 @@ from cosmos_core.tools.base import TOOLS_KEY, ToolCall, ToolResult, load_tool, t
 
 logger = logging.getLogger(__name__)
 
-_MAX_RESULT_LENGTH = 1 << 16  # maximum number of characters of a tool's result that the policy receives
+_MAX_RESULT_CHARACTERS = 1 << 16  # maximum number of characters of a tool's result that the policy receives
 # Mask secrets also in this number of characters beyond the limit, because a secret may cross the limit.
-_MAX_SECRET_LENGTH = 4096
+_MAX_SECRET_CHARACTERS = 4096
 _MAX_PROCESSES = 16
 _MAX_BROKEN_POOLS = 3  # maximum number of process pools for a list of calls; a process that dies breaks its pool
 
@@ -183,7 +183,7 @@ def _call_tool(tool_path: str, arguments: dict[str, Any]) -> ToolResult:
         is_error = False
     except BaseException as error:  # noqa: BLE001 - the user's tool may raise any error; the policy receives its text
         text, is_error = f"Error: {error_on_one_line(error)}", True
-    is_truncated = len(text) > _MAX_RESULT_LENGTH
-    text = mask_text(text[: _MAX_RESULT_LENGTH + _MAX_SECRET_LENGTH]) if is_truncated else mask_text(text)
+    is_truncated = len(text) > _MAX_RESULT_CHARACTERS
+    text = mask_text(text[: _MAX_RESULT_CHARACTERS + _MAX_SECRET_CHARACTERS]) if is_truncated else mask_text(text)
     text = text.encode(errors="replace").decode()  # replace lone surrogates, which tokenizers refuse
-    return ToolResult(text[:_MAX_RESULT_LENGTH] + "..." * is_truncated, is_error)
+    return ToolResult(text[:_MAX_RESULT_CHARACTERS] + "..." * is_truncated, is_error)

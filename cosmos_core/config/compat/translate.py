@@ -12,7 +12,7 @@ from cosmos_core.errors import ConfigError
 
 _KEY_TRANSLATIONS: dict[str, Any] = tomllib.loads(files(__package__).joinpath("keys.toml").read_text("utf-8"))
 _TRAIN_POLICY_KEY = "train.train_policy"
-_CURRENT_TABLE_NAMES = {*Recipe.model_fields, "pipeline", "extends"}
+_TOP_LEVEL_KEYS = {*Recipe.model_fields, "pipeline", "extends"}
 _WFM_TABLE_NAMES = (
     "model", "optimizer", "scheduler", "dataloader_train", "dataloader_val", "trainer", "model_parallel", "job"
 )  # fmt: skip
@@ -33,7 +33,7 @@ def with_current_keys(config_values: TomlTable, error_prefix: str, notices: list
     `--wfm-mode` schema."""
     wfm_tables = [name for name in _WFM_TABLE_NAMES if isinstance(config_values.get(name), dict)]
     # A table `[model]` alone may belong to user code.
-    has_wfm_tables_only = not _CURRENT_TABLE_NAMES & config_values.keys()
+    has_wfm_tables_only = not _TOP_LEVEL_KEYS & config_values.keys()
     if wfm_tables and (has_wfm_tables_only or ("model" in wfm_tables and len(wfm_tables) > 1)):
         remedy = f"`python tools/convert_wfm.py {error_prefix.partition(': ')[0]}` prints a recipe that says the same"
         raise ConfigError(f"{error_prefix}: [{wfm_tables[0]}] is of the deprecated --wfm-mode schema; {remedy}")

@@ -8,7 +8,9 @@ from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.config.schema.value_types import NameOrImportPath
 
-_ALGORITHMS = SupportedValues(("diffusion_sft",), "this version trains with 'diffusion_sft'", takes_import_paths=True)
+_TRAINER_TYPES = SupportedValues(
+    ("diffusion_sft",), "this version trains with 'diffusion_sft'", takes_import_paths=True
+)
 _TEXT_ROW_KEYS = ("conversation_column_name", "system_prompt", "data_packer", "enable_dp_load_balancing")
 
 
@@ -20,7 +22,7 @@ class DiffusionSftConfig(SupervisedConfig):
     rows: ClassVar[str] = "media"
     modalities: ClassVar[tuple[str, ...]] = ("diffusion",)
 
-    trainer_type: Annotated[NameOrImportPath, _ALGORITHMS, ReferenceKind.CODE] = "diffusion_sft"
+    trainer_type: Annotated[NameOrImportPath, _TRAINER_TYPES, ReferenceKind.CODE] = "diffusion_sft"
     """Algorithm: `diffusion_sft`, also written `sft`, or a user class `path/file.py:Class`."""
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:

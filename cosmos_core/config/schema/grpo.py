@@ -13,7 +13,7 @@ from cosmos_core.config.schema.value_types import NameOrImportPath, StepCount, T
 from cosmos_core.registry import is_user_code
 
 AdvantageRule = Literal["grpo", "rloo", "batch-std", "reinforce++", "reinforce++-baseline", "maxrl", "gdpo"]
-_ALGORITHMS = SupportedValues(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True)
+_TRAINER_TYPES = SupportedValues(("grpo",), "this version trains with 'grpo'; leave it out", takes_import_paths=True)
 RolloutCorrection = Literal["", "none", "truncate", "mask", "sequence-truncate", "sequence-mask"]
 
 
@@ -22,7 +22,7 @@ class GrpoConfig(RlConfig):
 
     algorithm: ClassVar[str] = "grpo"
 
-    trainer_type: Annotated[NameOrImportPath, _ALGORITHMS, ReferenceKind.CODE] = "grpo"
+    trainer_type: Annotated[NameOrImportPath, _TRAINER_TYPES, ReferenceKind.CODE] = "grpo"
     """Algorithm: `grpo`, or a user class `path/file.py:Class`."""
 
     epsilon_low: float = 0.2

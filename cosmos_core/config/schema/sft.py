@@ -8,7 +8,7 @@ from cosmos_core.config.schema.field_metadata import ReferenceKind, SupportedVal
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.value_types import NameOrImportPath
 
-_ALGORITHMS = SupportedValues(("sft",), "this version trains with 'sft', 'dpo' and 'kto'", takes_import_paths=True)
+_TRAINER_TYPES = SupportedValues(("sft",), "this version trains with 'sft', 'dpo' and 'kto'", takes_import_paths=True)
 
 
 class SftConfig(SupervisedConfig):
@@ -18,7 +18,7 @@ class SftConfig(SupervisedConfig):
     rows: ClassVar[str] = "sequences"
     reports_rewards: ClassVar[bool] = False
 
-    trainer_type: Annotated[NameOrImportPath, _ALGORITHMS, ReferenceKind.CODE] = "sft"
+    trainer_type: Annotated[NameOrImportPath, _TRAINER_TYPES, ReferenceKind.CODE] = "sft"
     """Algorithm: `sft`, `dpo` (rows are a prompt with a chosen and a rejected response), `kto` (rows are a prompt, a
     response and a label), or a user class `path/file.py:Class`."""
     prompt_column_name: str = ""
