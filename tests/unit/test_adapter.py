@@ -16,8 +16,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.errors import ConfigError, ModelError
+from cosmos_core.models.export_pipeline import export_pipeline
 from cosmos_core.models.hf import model_without_weights
-from cosmos_core.models.lora import add_adapter, save_adapter
+from cosmos_core.models.lora import add_adapter, lora_scale_by_layer, save_adapter
 from tasks.kinds import all_kinds
 from tests import tiny_pipelines
 from tests.cells import cells, full
@@ -100,6 +101,27 @@ def test_an_adapter_of_a_diffusion_model_that_cosmos_rl_exported_is_gone_on_with
         {"policy.is_diffusers": True, "policy.lora.lora_path": str(tmp_path), "train.train_policy.type": "sft"}
     )
     assert [*config.policy.unsupported_setting_errors(StageContext(config, all_kinds()["sft"]))] == []
+
+
+@pytest.mark.parametrize("name", ["sd3", *full("sana", "cosmos_predict")])
+def test_an_adapter_of_a_diffusion_model_is_gone_on_with_from_its_own_export(tmp_path: Path, name: str) -> None:
+    family = opened(tiny_pipelines.save(name, tmp_path / name))
+    first = family.load_denoiser(torch.float32)
+    settings = {"r": 4, "lora_alpha": 8.0, "r_pattern": {"to_q": 2}, "use_rslora": True, "init_lora_weights": False}
+    add_adapter(first, LoraConfig.model_validate(settings), family.lora_targets)
+    export_pipeline(family, first, tmp_path / "exported")
+    folder = tmp_path / "exported/lora"
+    for file in ("model.safetensors", "pytorch_lora_weights.safetensors"):  # the second is what diffusers writes
+        found = family.load_denoiser(torch.float32)
+        if not (folder / file).exists():
+            (folder / "model.safetensors").rename(folder / file)
+        add_adapter(found, LoraConfig(lora_path=str(folder)), family.lora_targets)
+        again, tensors = (peft.get_peft_model_state_dict(model) for model in (found, first))
+        assert again.keys() == tensors.keys() and all(torch.equal(again[key], tensors[key]) for key in tensors)
+        assert lora_scale_by_layer(found) == lora_scale_by_layer(first)
+    save_file(load_file(folder / file), folder / file)  # without the settings
+    with pytest.raises(ModelError, match=r"lora_path = '.*': .*No such file or directory: '.*adapter_config.json'"):
+        add_adapter(family.load_denoiser(torch.float32), LoraConfig(lora_path=str(folder)), family.lora_targets)
 
 
 def test_a_saved_adapter_on_a_tied_head_is_refused(tmp_path: Path) -> None:
