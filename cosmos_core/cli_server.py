@@ -151,15 +151,15 @@ def clean(
         _clean_store(store, num_kept_runs=keep, older_than_seconds=min_age_seconds, is_confirmed=yes)
         return
     runs_folder = output_dir.absolute()
-    verdicts = retention.decide_retention(runs_folder, num_kept_runs=keep, older_than_seconds=min_age_seconds)
-    for verdict in verdicts:
+    run_verdicts = retention.decide_retention(runs_folder, num_kept_runs=keep, older_than_seconds=min_age_seconds)
+    for verdict in run_verdicts:
         retention_text = f"stays: {verdict.reason_to_keep}" if verdict.reason_to_keep else "goes"
         run_details = f"{verdict.pipeline}, {format_bytes(verdict.size)}, {format_duration(verdict.age_seconds)} old"
         typer.echo(f"{verdict.path.name}  {run_details}  {retention_text}")
-    removable_runs = [verdict for verdict in verdicts if not verdict.reason_to_keep]
+    removable_runs = [verdict for verdict in run_verdicts if not verdict.reason_to_keep]
     removed_runs = list(retention.remove_runs(runs_folder, removable_runs)) if yes else removable_runs
     freed_size = format_bytes(sum(verdict.size for verdict in removed_runs))
-    removed_count_text = f"{len(removed_runs)} of {len(verdicts)} runs"
+    removed_count_text = f"{len(removed_runs)} of {len(run_verdicts)} runs"
     remove_hint = "; remove them with --yes" if removed_runs else ""
     summary = f"removed {removed_count_text}" if yes else f"{removed_count_text} may be removed"
     typer.echo(f"{summary}, {freed_size}{'' if yes else remove_hint}")

@@ -137,13 +137,13 @@ def init() -> None:
     """Ask five questions, write a recipe, and print the command that runs it."""
     if not sys.stdin.isatty():
         raise ConfigError("cosmos init asks questions in a terminal; elsewhere use cosmos sft --model M --data ROWS")
-    method = typer.prompt(f"What shall be done? {', '.join(TRAINING_METHODS)}", default=SFT.command)
-    if method not in TRAINING_METHODS:
-        raise ConfigError(f"{method!r} is none of {', '.join(TRAINING_METHODS)}")
+    training_method = typer.prompt(f"What shall be done? {', '.join(TRAINING_METHODS)}", default=SFT.command)
+    if training_method not in TRAINING_METHODS:
+        raise ConfigError(f"{training_method!r} is none of {', '.join(TRAINING_METHODS)}")
     model = typer.prompt("Which model? A folder, a Hub id or a run", default="Qwen/Qwen3-0.6B")
     data = typer.prompt("Which rows? A file, a folder or a Hub id")
-    options = {"method": method, "model": _resolve_model(model, Path("outputs")), "data": data}
-    if TRAINING_METHODS[method].needs_reward:
+    options = {"method": training_method, "model": _resolve_model(model, Path("outputs")), "data": data}
+    if TRAINING_METHODS[training_method].needs_reward:
         reward = typer.prompt("Which reward? A name, or file.py:function", default="boxed_math")
         options["reward"] = _check_rewards([os.path.expanduser(reward)])
     settings = _propose_settings(options)

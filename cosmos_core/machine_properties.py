@@ -74,8 +74,10 @@ def measure_machine(libraries: Sequence[str] = ()) -> MachineProperties:
 def _find_missing_compiler(*, has_gpus: bool) -> str:
     """Return a description of what is missing for compiling kernels: a C compiler for Triton on a GPU, a C++ compiler
     on a CPU, or Python.h; empty if nothing is missing."""
-    env_name, compilers, language = ("CC", ("gcc", "clang"), "C") if has_gpus else ("CXX", ("g++", "clang++"), "C++")
-    compiler_command = os.environ.get(env_name, "").split()
+    compiler_variable, compilers, language = (
+        ("CC", ("gcc", "clang"), "C") if has_gpus else ("CXX", ("g++", "clang++"), "C++")
+    )
+    compiler_command = os.environ.get(compiler_variable, "").split()
     if not any(shutil.which(name) for name in compiler_command[:1] or compilers):
         return f"a {language} compiler ({' '.join(compiler_command) or compilers[0]} was not found)"
     header_file = Path(sysconfig.get_path("include")) / "Python.h"

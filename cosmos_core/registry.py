@@ -144,8 +144,10 @@ def read_signature(import_path: str) -> inspect.Signature | None:
     except (SyntaxError, ValueError):  # ignore an invalid file: the later import reports its error
         return None
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == function_name]
-    is_assigned = any(isinstance(n, ast.Name) and n.id == function_name and isinstance(n.ctx, ast.Store) for n in nodes)
-    if len(functions) != 1 or functions[0] not in module.body or functions[0].decorator_list or is_assigned:
+    is_name_reassigned = any(
+        isinstance(n, ast.Name) and n.id == function_name and isinstance(n.ctx, ast.Store) for n in nodes
+    )
+    if len(functions) != 1 or functions[0] not in module.body or functions[0].decorator_list or is_name_reassigned:
         return None
     [function_node], none_literal_node = functions, ast.Constant(None)
     function_node.args.defaults = [none_literal_node] * len(function_node.args.defaults)

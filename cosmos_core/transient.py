@@ -67,8 +67,8 @@ def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in visited_error_ids:
         visited_error_ids.add(id(error))
         yield error
-        examines_context = not error.__suppress_context__ and not isinstance(error, _CODE_ERRORS)
-        error = error.__cause__ or (error.__context__ if examines_context else None)
+        should_follow_context = not error.__suppress_context__ and not isinstance(error, _CODE_ERRORS)
+        error = error.__cause__ or (error.__context__ if should_follow_context else None)
 
 
 def _find_http_status(error: BaseException) -> int:

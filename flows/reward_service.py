@@ -51,12 +51,12 @@ def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
                 delete_service_block(prefect_client, block)
 
 
-def _wait_until_service_unneeded(is_needed: Callable[[], bool]) -> None:
-    """Wait until `is_needed` returns False, or until the Prefect server has not responded for ten minutes."""
+def _wait_until_service_unneeded(is_still_needed: Callable[[], bool]) -> None:
+    """Wait until `is_still_needed` returns False, or until the Prefect server has not responded for ten minutes."""
     last_response_time = time.monotonic()
     while time.monotonic() - last_response_time < _MAX_UNREACHABLE_SECONDS:
         with suppress(httpx.HTTPError):
-            if not is_needed():
+            if not is_still_needed():
                 return
             last_response_time = time.monotonic()
         time.sleep(_POLL_SECONDS)

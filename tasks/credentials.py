@@ -67,8 +67,10 @@ def set_command_credentials(pipeline: Pipeline | None) -> None:
 
 
 def _uses_remote_storage(pipeline: Pipeline) -> bool:
-    tables = [table for stage in pipeline.stages for table in (stage, pipeline.recipes[stage.name])]
-    string_settings = [value for table in tables for _, _, value, _ in active_fields(table) if isinstance(value, str)]
+    stage_tables = [table for stage in pipeline.stages for table in (stage, pipeline.recipes[stage.name])]
+    string_settings = [
+        value for table in stage_tables for _, _, value, _ in active_fields(table) if isinstance(value, str)
+    ]
     if pipeline.config.artifact_store or any("://" in value for value in string_settings):
         return True
     with suppress(ConfigError):  # ignore an invalid setting, which the start of the run reports

@@ -194,9 +194,11 @@ class PythonFlowState:
                 if (earlier_call.stage, earlier_call.tables) == (call.stage, call.tables):
                     return run, earlier_call.stages
                 if read_state(run.stage_path(name)).state in FINISHED_STATES:
-                    old_values, new_values = ({**each.stage, **each.tables} for each in (earlier_call, call))
+                    old_settings, new_settings = ({**each.stage, **each.tables} for each in (earlier_call, call))
                     changed_keys = [
-                        key for key in {**old_values, **new_values} if old_values.get(key) != new_values.get(key)
+                        key
+                        for key in {**old_settings, **new_settings}
+                        if old_settings.get(key) != new_settings.get(key)
                     ]
                     raise ConfigError(
                         f"stage {name!r} of run {run.id} is done with other settings ({', '.join(changed_keys[:3])}); "

@@ -133,15 +133,15 @@ def require_second_slot(
         deployment = prefect_client.read_deployment_by_name(f"{deployment_flow}/{pool_name}")
         if deployment.work_pool_name != pool:
             return
-        limit, limited_resource = prefect_client.read_work_pool(pool).concurrency_limit, f"pool {pool!r}"
+        limit, pool_or_queue = prefect_client.read_work_pool(pool).concurrency_limit, f"pool {pool!r}"
         limit_command = f"cosmos bootstrap --pool {pool} --limit 2"
         if limit != 1 and this_flow_run.work_queue_id and this_flow_run.work_queue_id == deployment.work_queue_id:
             work_queue = prefect_client.read_work_queue(this_flow_run.work_queue_id)
-            limit, limited_resource = work_queue.concurrency_limit, f"queue {work_queue.name!r} of pool {pool!r}"
+            limit, pool_or_queue = work_queue.concurrency_limit, f"queue {work_queue.name!r} of pool {pool!r}"
             limit_command = f"prefect work-queue set-concurrency-limit {work_queue.name} 2 --pool {pool}"
         if limit == 1:
             raise ConfigError(
-                f"stage {stage.name!r}: {pool_key} = {pool_name!r}: {limited_resource} runs one flow run at a time, "
+                f"stage {stage.name!r}: {pool_key} = {pool_name!r}: {pool_or_queue} runs one flow run at a time, "
                 f"which is the one that waits for it; leave {pool_key} out, or raise the limit: {limit_command}"
             )
 

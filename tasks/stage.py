@@ -191,7 +191,7 @@ def _run_on_work_pool(run: Run, stage_name: str) -> State[Any] | Result:
     """Run a stage on its work pool, and return its result or the final state of its task run. If the child flow run
     ended without recording an error, count a failed attempt."""
     stage, stage_path = run.pipeline.stage(stage_name), run.stage_path(stage_name)
-    earlier_end = read_state(stage_path).ended
+    earlier_end_time = read_state(stage_path).ended
     try:
         with convert_errors(partial(_make_stage_error, stage_path)):
             if run.pipeline.stage_kind(stage).makes == "publication":
@@ -202,7 +202,7 @@ def _run_on_work_pool(run: Run, stage_name: str) -> State[Any] | Result:
         # No event is emitted for an error that the child flow run recorded, because the child has emitted it.
         stage_state = read_state(stage_path)
         has_same_error = stage_state.state == "failed" and stage_state.error == str(error)
-        is_failure_recorded = has_same_error and stage_state.ended != earlier_end
+        is_failure_recorded = has_same_error and stage_state.ended != earlier_end_time
         is_stop_recorded = stage_state.state == "stopped" and isinstance(error, Preempted)
         must_record_error = isinstance(error, OverBudget) or not (is_failure_recorded or is_stop_recorded)
         if must_record_error:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 OUTPUT_DIR_VARIABLE = "COSMOS_OUTPUT_DIR"
 """Environment variable with the folder of runs, for machines that execute stages of runs in an artifact store."""
-_STATE_PERIOD_SECONDS = 10.0
+_RECORD_PUSH_SECONDS = 10.0
 _CHECKPOINT_POLL_SECONDS = 1.0
 
 
@@ -121,7 +121,7 @@ class StageSync:
             record_event(self._stage_path, "fetched", f"{checkpoint_name} from {self._store.url}")
         stop_event, stored_record = threading.Event(), self._open_stored_record()
         push_checkpoints = partial(self._push_checkpoints, stored_checkpoints, stop_event)
-        periodic_functions = ((push_checkpoints, _CHECKPOINT_POLL_SECONDS), (stored_record.push, _STATE_PERIOD_SECONDS))
+        periodic_functions = ((push_checkpoints, _CHECKPOINT_POLL_SECONDS), (stored_record.push, _RECORD_PUSH_SECONDS))
         sync_threads = [
             threading.Thread(target=_call_periodically, args=(*each, stop_event, self._stage_path), daemon=True)
             for each in periodic_functions

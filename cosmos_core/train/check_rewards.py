@@ -35,7 +35,9 @@ def read_first_prompts(data_folder: Path) -> dict[str, JsonValue]:
     for split_name in SPLIT_NAMES:
         if (prompts := find_prompts(data_folder, split_name)) is not None:
             dataset_start_indices = accumulate((0, *(prompts.mixture.sizes[:-1] if prompts.mixture else ())))
-            ranges = [range(start, min(start + _PROMPTS_PER_DATASET, len(prompts))) for start in dataset_start_indices]
+            row_ranges = [
+                range(start, min(start + _PROMPTS_PER_DATASET, len(prompts))) for start in dataset_start_indices
+            ]
             prompts_by_split[split_name] = [
                 {
                     "text": p.text,
@@ -44,7 +46,7 @@ def read_first_prompts(data_folder: Path) -> dict[str, JsonValue]:
                     "source": p.source,
                     "images": [_image_ref_to_json(image_ref) for image_ref in p.images],
                 }
-                for p in [prompts[i] for i in chain(*ranges)]
+                for p in [prompts[i] for i in chain(*row_ranges)]
             ]
     return prompts_by_split
 

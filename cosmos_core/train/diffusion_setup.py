@@ -41,7 +41,7 @@ def evaluation_sampling(diffusers_config: DiffusersConfig) -> FlowSampling:
 def make_engine_denoiser(prepared_folder: Path, trainer: Trainer) -> EngineDenoiser:
     """Return the `EngineDenoiser` with which a rollout engine samples images or videos from the trainer's denoiser."""
     adapter: Any = trainer.adapter
-    null_text = open_media_prompts(prepared_folder, "train").null_text
+    empty_text_embedding = open_media_prompts(prepared_folder, "train").null_text
 
     @contextmanager
     def use_weights(weights_name: str) -> Iterator[None]:
@@ -49,7 +49,9 @@ def make_engine_denoiser(prepared_folder: Path, trainer: Trainer) -> EngineDenoi
         with trainer.use_weights(weights_name):
             yield
 
-    return EngineDenoiser(adapter.family, adapter.predict, use_weights, adapter.device, adapter.mesh, null_text)
+    return EngineDenoiser(
+        adapter.family, adapter.predict, use_weights, adapter.device, adapter.mesh, empty_text_embedding
+    )
 
 
 def make_data_term(

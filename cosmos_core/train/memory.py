@@ -85,8 +85,8 @@ def trace_step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig
     token_ids, loss_mask = np.zeros(sequence_length, np.int64), np.ones(sequence_length, np.uint8)
     num_rows, num_sequences = min(2 * train.rows_per_pass, train.train_batch_per_replica), policy.num_sequences_per_row
     row_numbers = [i for i in range(num_rows) for _ in range(num_sequences)]
-    batch_numbers = [i // train.rows_per_pass if num_sequences > 1 else None for i in row_numbers]
-    samples = [Sample(token_ids, loss_mask, advantage=1.0, reward=1.0, micro_batch=number) for number in batch_numbers]
+    batch_indices = [i // train.rows_per_pass if num_sequences > 1 else None for i in row_numbers]
+    samples = [Sample(token_ids, loss_mask, advantage=1.0, reward=1.0, micro_batch=number) for number in batch_indices]
     byte_counter = _LiveByteCounter()
     with byte_counter, byte_counter.forbid_reading_tensor_values(model):
         byte_counter.assign_memory_use("weights", (*model.parameters(), *model.buffers()))

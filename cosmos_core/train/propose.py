@@ -237,8 +237,8 @@ def _max_row_length(tokenizer: Any, record_spec: RecordSpec, sampled_rows: list[
     token_id_column_indices = [list(row_kind.columns).index(name) for name in row_kind.token_id_columns]
     for location, row in sampled_rows:
         try:
-            tracked_row = ColumnTrackingRow(row, record_spec.column_names, location)
-            record = row_kind.make_record(tokenizer, record_spec, tracked_row, location)
+            column_tracking_row = ColumnTrackingRow(row, record_spec.column_names, location)
+            record = row_kind.make_record(tokenizer, record_spec, column_tracking_row, location)
         except DataError as error:  # skip the row, also for `SkippedRow`, which is a subclass of `DataError`
             first_error = first_error or error
             continue

@@ -83,10 +83,10 @@ def load_earlier_reference(input_folders: Iterable[Path], rows: PreparedRows, sp
 
 
 def _read_saved_logprobs(logprobs_file: Path, key_fields: dict[str, str], num_rows: int) -> np.ndarray:
-    saved_values = read_json(logprobs_file)
-    if not isinstance(saved_values, dict) or any(saved_values.get(name) != value for name, value in key_fields.items()):
+    saved_json = read_json(logprobs_file)
+    if not isinstance(saved_json, dict) or any(saved_json.get(name) != value for name, value in key_fields.items()):
         return np.full((num_rows, 2), np.nan)
-    return np.array([saved_values[name] for name in _LOGPROB_COLUMNS], dtype=np.float64).T
+    return np.array([saved_json[name] for name in _LOGPROB_COLUMNS], dtype=np.float64).T
 
 
 def _save_logprobs(logprobs_file: Path, required_fields: dict[str, str], logprobs: np.ndarray) -> None:

@@ -60,9 +60,11 @@ def adopt_checkpoint(workspace: Workspace, stage_fingerprint: str) -> None:
     checkpoint_candidates = [(step, str(folder), stage_fingerprint) for step, folder in all_checkpoints]
     stage_fingerprint_inputs = _fingerprint_inputs_without_mesh(read_json_object(workspace.path / FINGERPRINT_FILE))
     for step, folder in all_checkpoints if stage_fingerprint_inputs else ():
-        other_record = read_json_object(folder.parent / FINGERPRINT_FILE)
-        if _fingerprint_inputs_without_mesh(other_record) == stage_fingerprint_inputs:
-            checkpoint_candidates.append((step, str(folder), other_record.get("of_training", other_record["value"])))
+        other_fingerprint = read_json_object(folder.parent / FINGERPRINT_FILE)
+        if _fingerprint_inputs_without_mesh(other_fingerprint) == stage_fingerprint_inputs:
+            checkpoint_candidates.append(
+                (step, str(folder), other_fingerprint.get("of_training", other_fingerprint["value"]))
+            )
     for step, folder_name, fingerprint in broadcast_object(checkpoint_candidates):
         checkpoint = step_folder(folder := Path(folder_name), step)
         resume_problem = resume_obstacle_on_ranks(folder, step, fingerprint, send_heartbeat)
@@ -113,8 +115,8 @@ def warn_of_other_step_size(folder: Path, train: TrainConfig, group_size: int) -
     hashed_inputs = read_json_object(folder.parents[2] / FINGERPRINT_FILE).get("ingredients", {})
     earlier_settings, algorithm_config = flatten_nonempty_tables(hashed_inputs.get("config", {})), train.train_policy
     batch_size = earlier_settings.get("train.train_batch_per_replica")
-    saves_row_position = "drawn" in read_json_object(folder / FIRST_RANK_JSON_FILE).get("feed", {}).get("source", {})
-    if not batch_size or saves_row_position or earlier_settings.get("train.train_policy.type") != algorithm_config.type:
+    has_row_position = "drawn" in read_json_object(folder / FIRST_RANK_JSON_FILE).get("feed", {}).get("source", {})
+    if not batch_size or has_row_position or earlier_settings.get("train.train_policy.type") != algorithm_config.type:
         return
     earlier_group_size = earlier_settings.get("rollout.n_generation", 1) if algorithm_config.has_rollouts else 1
     earlier_rows_per_step, rows_each_step = -(-batch_size // earlier_group_size), rows_per_step(train, group_size)

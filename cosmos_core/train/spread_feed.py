@@ -66,8 +66,8 @@ class SampleQueue:
     def state_dict(self) -> dict[str, Any]:
         """Return the queued completions, and the metrics of the groups added last, as JSON values and tensors for a
         checkpoint."""
-        queued_entries = [[version, sample and _sample_to_state(sample)] for version, sample in self._queued_samples]
-        return {"entries": queued_entries, "metrics": self._group_metrics}
+        queue_state = [[version, sample and _sample_to_state(sample)] for version, sample in self._queued_samples]
+        return {"entries": queue_state, "metrics": self._group_metrics}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the queue that `state_dict` returned."""

@@ -283,9 +283,11 @@ class _Measurement:
         # Rows of a data term, or rows that share a prompt, may need more memory than their numbers of tokens suggest.
         bytes_scaled_by_rows = self._max_measured_bytes * rows_per_pass / max(1, self._max_measured_rows)
         expected_bytes = max(rows_per_pass * self._max_row_tokens * self._bytes_per_token, bytes_scaled_by_rows)
-        is_measured_size = settings.rows_per_pass <= self._max_measured_rows
+        has_measured_memory = settings.rows_per_pass <= self._max_measured_rows
         has_time = self.seconds + expected_seconds <= self._tuning.max_seconds
-        return has_time and not self.is_stopped and (is_measured_size or expected_bytes <= self._max_activation_bytes)
+        return (
+            has_time and not self.is_stopped and (has_measured_memory or expected_bytes <= self._max_activation_bytes)
+        )
 
     def measure(self, settings: SpeedSettings) -> float:
         """Return the seconds in which the slowest rank computes the gradients of the first optimizer step; infinity if
@@ -332,7 +334,9 @@ class PeakMemory:
         self.synchronize()
         with suppress(OSError, AttributeError):  # return freed memory to the system, as its reuse hides allocations
             ctypes.CDLL(None).malloc_trim(0)
-        self._start_bytes = torch.cuda.memory_allocated(device) if self._is_cuda else psutil.Process().memory_info().rss
+        self._bytes_at_creation = (
+            torch.cuda.memory_allocated(device) if self._is_cuda else psutil.Process().memory_info().rss
+        )
 
     def reset(self) -> None:
         """Start a new measurement of the peak memory."""
@@ -350,11 +354,11 @@ class PeakMemory:
     def peak_bytes(self) -> int:
         """Return the peak memory since the last reset, minus the memory at the creation of the object."""
         if self._is_cuda:
-            return torch.cuda.max_memory_allocated(self._device) - self._start_bytes
+            return torch.cuda.max_memory_allocated(self._device) - self._bytes_at_creation
         with suppress(OSError, ValueError, StopIteration):
             process_status_lines = Path("/proc/self/status").read_text().splitlines()
             peak_kib = next(int(line.split()[1]) for line in process_status_lines if line.startswith("VmHWM:"))
-            return max(0, 1024 * peak_kib - self._start_bytes)
+            return max(0, 1024 * peak_kib - self._bytes_at_creation)
         return 0
 
     def available_bytes(self) -> int:

@@ -90,11 +90,11 @@ def check_targets(pipeline: Pipeline) -> None:
             continue
         stage_location = f"{pipeline.source_path}: stage {stage.name!r}"
         with convert_errors(partial(_convert_target_error, stage_location, stage.target), ()):
-            opened_target: Any = open_target(stage.target)
+            publication_target: Any = open_target(stage.target)
             if pipeline.stage_kind(stage).makes != "publication":
-                _check_published_metrics(stage, call_with_timeout(_READ_TIMEOUT_SECONDS, opened_target.published))
-            elif hasattr(opened_target, "check"):
-                opened_target.check()
+                _check_published_metrics(stage, call_with_timeout(_READ_TIMEOUT_SECONDS, publication_target.published))
+            elif hasattr(publication_target, "check"):
+                publication_target.check()
 
 
 def _check_published_metrics(stage: StageConfig, published_record: dict[str, Any] | None) -> None:

@@ -113,8 +113,8 @@ class HubTarget:
         with self._translate_errors():
             current_record = self._retry_call(lambda: self._read_record(branch)) or {}
             revisions = (version, branch) if current_record.get("version", version) == version else (version,)
-            damages = [self._retry_call(partial(self._find_damaged_file, folder, record, each)) for each in revisions]
-        return next(filter(None, damages), "")
+            problems = [self._retry_call(partial(self._find_damaged_file, folder, record, each)) for each in revisions]
+        return next(filter(None, problems), "")
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         branch = self.branch or "main"
@@ -235,9 +235,9 @@ class HubTarget:
                 time.sleep(min(seconds_left, _SLEEP_INTERVAL_SECONDS))
 
     @contextmanager
-    def _translate_errors(self, outcome: str = "nothing was published") -> Iterator[None]:
+    def _translate_errors(self, consequence: str = "nothing was published") -> Iterator[None]:
         """Convert errors of the Hub's client in the `with` block into ConfigError or UploadError with a message of one
-        line. `outcome` says in the message of an UploadError what the error means for the publication."""
+        line. `consequence` says in the message of an UploadError what the error means for the publication."""
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
         target_url, hub = f"hub://{self._repository_name}", f"the Hub {self.hub_api.endpoint}"
@@ -250,9 +250,9 @@ class HubTarget:
             if status_code in _ACCESS_DENIED_STATUSES:
                 problem = f"{hub} refuses the token ({reason}); set HF_TOKEN to one that may write there"
                 raise ConfigError(f"{target_url}: {problem}") from error
-            raise UploadError(f"{target_url}: {hub} responds with {reason}; {outcome}") from error
+            raise UploadError(f"{target_url}: {hub} responds with {reason}; {consequence}") from error
         except (HTTPError, ConnectionError, TimeoutError, json.JSONDecodeError) as error:
-            raise UploadError(f"{target_url}: {hub}: {' '.join(str(error).split())}; {outcome}") from error
+            raise UploadError(f"{target_url}: {hub}: {' '.join(str(error).split())}; {consequence}") from error
         except ValueError as error:  # the library refuses a name, a path or the metadata of the model card
             raise ConfigError(f"{target_url}: {' '.join(str(error).split())}") from error
 

@@ -54,7 +54,7 @@ class Lease:
     def acquire(self, report_waiting: Callable[[LeaseHolder], None]) -> bool:
         """Wait until the lease is free and acquire it; return True if another process held the lease meanwhile.
         Between attempts, `report_waiting` is called with the holder, and can raise an error to stop waiting."""
-        observed_etag, last_change_time, has_waited = "", time.monotonic(), False
+        observed_etag, last_change_time, had_to_wait = "", time.monotonic(), False
         with translate_errors(self._url):
             while True:
                 holder, etag = self._read_lease()
@@ -64,13 +64,13 @@ class Lease:
                 is_lease_free = holder is None or self._has_died(holder) or has_expired
                 if is_lease_free and self._replace_lease(etag):
                     break
-                has_waited = True
+                had_to_wait = True
                 if holder is not None:
                     report_waiting(holder)
                 time.sleep(_POLL_SECONDS)
         self._renewal_thread = threading.Thread(target=self._renew_periodically, name="lease", daemon=True)
         self._renewal_thread.start()
-        return has_waited
+        return had_to_wait
 
     def check(self) -> None:
         """Raise StageFailed if another machine has taken the lease over, perhaps while this process was suspended."""

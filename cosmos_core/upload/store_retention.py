@@ -145,8 +145,8 @@ class StoreRetention:
         lists."""
         files_by_result = [files for folder in kept_folders for files in self._iter_result_values(folder, "outputs")]
         referenced_digests = {each["sha256"] for files in files_by_result for each in files}
-        all_objects = self._bucket.list_objects(f"{self._object_key('objects')}/")
-        old_outputs = [each for each in all_objects if self._store_time - each.modified_time >= self._min_age_seconds]
+        outputs = self._bucket.list_objects(f"{self._object_key('objects')}/")
+        old_outputs = [each for each in outputs if self._store_time - each.modified_time >= self._min_age_seconds]
         return [each for each in old_outputs if each.key.rpartition("/")[2] not in referenced_digests]
 
     def _iter_result_values(self, folder: StoredFolder, result_key: str) -> Iterator[Any]:

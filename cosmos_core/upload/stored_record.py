@@ -39,8 +39,8 @@ class StoredRecord:
             file_patterns = _FINAL_FILE_PATTERNS if is_final else _COPIED_FILE_PATTERNS
             files = {file for pattern in file_patterns for file in self._stage_path.glob(pattern) if file.is_file()}
             for file in sorted(files):
-                is_excluded = file.name.startswith(".") or file.name in _NOT_COPIED_FILES
-                if is_excluded or file.stat().st_size > _MAX_BYTES_BY_SUFFIX.get(file.suffix, _MAX_FILE_BYTES):
+                is_excluded_file = file.name.startswith(".") or file.name in _NOT_COPIED_FILES
+                if is_excluded_file or file.stat().st_size > _MAX_BYTES_BY_SUFFIX.get(file.suffix, _MAX_FILE_BYTES):
                     continue
                 path, data = str(file.relative_to(self._stage_path)), file.read_bytes()
                 entry = ContentEntry.from_bytes(data)
@@ -93,8 +93,8 @@ def _read_state_without_pids(data: bytes) -> StageState | None:
         state = StageState.model_validate_json(data)
     except ValueError:
         return None
-    cleared_fields = dict.fromkeys(("pid", "pid_started", "launcher_pid", "launcher_started"))
-    return state.model_copy(update={**cleared_fields, "mark": "", "launcher_machine": ""})
+    cleared_pids = dict.fromkeys(("pid", "pid_started", "launcher_pid", "launcher_started"))
+    return state.model_copy(update={**cleared_pids, "mark": "", "launcher_machine": ""})
 
 
 def _merge_json_lines(*file_contents: bytes) -> bytes:

@@ -123,8 +123,10 @@ class FileTransfer:
     def _upload_in_parts(self, key: str, file: Path, file_size: int, part_bytes: int, sha256: str) -> None:
         upload_id, stored_etags = self._open_upload(key, sha256)
         part_numbers = range(1, -(-file_size // part_bytes) + 1)
-        numbered_slices = [(number, (file, (number - 1) * part_bytes, part_bytes)) for number in part_numbers]
-        part_arguments = ((key, upload_id, number, file_slice, stored_etags) for number, file_slice in numbered_slices)
+        numbered_file_slices = [(number, (file, (number - 1) * part_bytes, part_bytes)) for number in part_numbers]
+        part_arguments = (
+            (key, upload_id, number, file_slice, stored_etags) for number, file_slice in numbered_file_slices
+        )
         part_etags = thread_map(self._upload_part, part_arguments, _MAX_PARALLEL_PARTS, "part")
         sent_parts = [
             {"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(part_numbers, part_etags, strict=True)
@@ -161,22 +163,23 @@ class FileTransfer:
         file, offset, num_bytes = file_slice
         with open(file, "rb") as part_source:
             part_source.seek(offset)
-            part_data = part_source.read(num_bytes)
+            part_content = part_source.read(num_bytes)
         etag = etags_by_number.get(number, "")
-        part_md5 = hashlib.md5(part_data, usedforsecurity=False).hexdigest() if etag else ""
+        part_md5 = hashlib.md5(part_content, usedforsecurity=False).hexdigest() if etag else ""
         if etag and etag in {part_md5, self.journal.part_etags.get((upload_id, number))}:
             return etag
         upload_part = self.bucket.s3_client.upload_part
-        etag = self._send_with_md5(upload_part, part_data, Key=key, UploadId=upload_id, PartNumber=number)
+        etag = self._send_with_md5(upload_part, part_content, Key=key, UploadId=upload_id, PartNumber=number)
         self.journal.append_line(upload=upload_id, part=number, etag=etag)
         return etag
 
-    def _send_with_md5(self, send_request: Callable[..., Any], data: bytes, **request_arguments: Any) -> str:
-        """Send data in one request, up to three times if it arrives altered; return the ETag of the stored data."""
-        md5_hash = hashlib.md5(data, usedforsecurity=False)
+    def _send_with_md5(self, send_request: Callable[..., Any], content: bytes, **request_arguments: Any) -> str:
+        """Send `content` in one request, up to three times if it arrives altered; return the ETag of the stored
+        data."""
+        md5_hash = hashlib.md5(content, usedforsecurity=False)
         content_md5 = base64.b64encode(md5_hash.digest()).decode()
         for _ in range(_MAX_UPLOAD_ATTEMPTS):
-            response = send_request(Bucket=self.bucket.name, Body=data, ContentMD5=content_md5, **request_arguments)
+            response = send_request(Bucket=self.bucket.name, Body=content, ContentMD5=content_md5, **request_arguments)
             if may_have_md5(response, md5_hash.hexdigest()):
                 break
         return str(response["ETag"].strip('"'))

@@ -63,7 +63,7 @@ def run(stage: Stage) -> Outcome:
             verdict |= {"metric": metric_name} if "*" in condition.metric else {}
             verdict |= {"noise": noise_margin} if noise_margin else {}
             if paired_differences is not None and not math.isnan(measured_value):
-                verdict |= _assess_items(condition, paired_differences, stage.config.confidence)
+                verdict |= _test_item_differences(condition, paired_differences, stage.config.confidence)
             verdicts.append(verdict)
         _add_corrected_p_values(verdicts)
         failure_messages += [_format_refusal(condition, verdict) for verdict in verdicts if not verdict["passed"]]
@@ -104,15 +104,20 @@ def _select_stage_metrics(published_record: dict[str, Any], condition: MetricCon
     return published_record | {"metrics": metrics | stage_metrics}
 
 
-def _assess_items(condition: MetricCondition, item_pairs: PairedDifferences, confidence: float) -> dict[str, JsonValue]:
+def _test_item_differences(
+    condition: MetricCondition, differences: PairedDifferences, confidence: float
+) -> dict[str, JsonValue]:
     """Test a condition of a gate on the differences between the new and the published model for each item of a
     benchmark. Return as `passed` whether the condition holds, and as `paired` statistics for the report of the gate."""
     sign = 1 if condition.operator.startswith(">") else -1
-    signed_items = replace(item_pairs, item_differences=tuple(sign * each for each in item_pairs.item_differences))
-    p_value, statistics = signed_items.p_value(sign * condition.published_offset), item_pairs.summarize(confidence)
-    improvement = (item_pairs.mean - condition.published_offset) * sign
-    needed_items = compute_sample_size(statistics["items"], statistics["detectable"], improvement)
-    return {"passed": p_value <= 1 - confidence, "paired": statistics | {"p_value": p_value, "needed": needed_items}}
+    signed_items = replace(differences, item_differences=tuple(sign * each for each in differences.item_differences))
+    p_value, statistics = signed_items.p_value(sign * condition.published_offset), differences.summarize(confidence)
+    improvement = (differences.mean - condition.published_offset) * sign
+    num_needed_items = compute_sample_size(statistics["items"], statistics["detectable"], improvement)
+    return {
+        "passed": p_value <= 1 - confidence,
+        "paired": statistics | {"p_value": p_value, "needed": num_needed_items},
+    }
 
 
 def _add_corrected_p_values(verdicts: list[dict[str, Any]]) -> None:

@@ -55,10 +55,10 @@ def run(stage: Stage) -> Outcome:
         source_path = Path(source_result["path"]) / str(result_info["model"])
         if not source_path.resolve().is_relative_to(Path(source_result["path"]).resolve()):
             result_info["model"] = "model"
-        sources = {str(result_info["model"]): source_path}
-        sources |= {path: Path(source_result["path"]) / path for path in result_info.get("formats", {}).values()}
-        output_paths = tuple(sources)
-        for output_path, source_path in sources.items():
+        source_paths = {str(result_info["model"]): source_path}
+        source_paths |= {path: Path(source_result["path"]) / path for path in result_info.get("formats", {}).values()}
+        output_paths = tuple(source_paths)
+        for output_path, source_path in source_paths.items():
             for file in list_files_below(source_path):
                 link_path = stage.path / output_path / file.relative_to(source_path)
                 link_path.parent.mkdir(parents=True, exist_ok=True)
