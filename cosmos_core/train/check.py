@@ -94,10 +94,8 @@ def run(stage: Stage) -> Outcome:
         unread_columns_clause = "only rewards can read" if reward_weights else "nothing reads"
         report_lines += _describe_rows(split_statistics, stage.recipe.policy.model_max_length, unread_columns_clause)
         report_lines += cast(list[str], preparation_outcome.info.get("notices", []))
-        split_names = stage.recipe.completed_splits
-        report_lines += filter(
-            None, [check_rows(config, stage.path / "data", make_model, splits_to_complete=split_names)]
-        )
+        splits = stage.recipe.completed_splits
+        report_lines += filter(None, [check_rows(config, stage.path / "data", make_model, splits_to_complete=splits)])
         recipe, num_rows = stage.recipe, split_statistics["train"]["rows"]
         report |= _check_row_counts(recipe.train, recipe.group_size, num_rows, split_statistics, report_lines)
         report |= {"has_images": True} if has_images(stage.path / "data") else {}
