@@ -56,8 +56,8 @@ class SupervisedProcess:
         self.start_time = read_start_time(self.pid)
 
     def poll(self) -> int | None:
-        """Return the exit code of the command, or None while the command runs. Once the supervisor has
-        ended, also kill processes of the command that remain after a kill of the supervisor, and remove its files."""
+        """Return the exit code of the command, or None while the command runs. Once the supervisor has ended, also kill
+        processes of the command that survived a kill of the supervisor, and remove the temporary files."""
         exit_code = self._supervisor_process.poll()
         if exit_code is not None and self._pipe_write_end >= 0:
             processes.kill_attempt(self.attempt_id)

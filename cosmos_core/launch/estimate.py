@@ -103,8 +103,9 @@ def _format_count(count: int) -> str:
 
 
 def _find_start_model(pipeline: Pipeline, stage: StageConfig, decision_by_stage: Mapping[str, StageDecision]) -> str:
-    """Return the model from which the stage starts. If that model does not exist yet, return an earlier model of
-    the chain of stages that makes it, with the same architecture, or an empty string if there is none."""
+    """Return the model from which the stage starts. If that model does not exist yet, return the nearest existing
+    model, of the same architecture, in the chain of stages that will make it; return an empty string if there is
+    none."""
     while (upstream_name := referenced_stage(model_reference := pipeline.initial_model(stage))) is not None:
         if model_folder := _find_output_path(model_reference, "model", decision_by_stage):
             return model_folder

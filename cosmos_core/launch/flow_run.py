@@ -76,7 +76,8 @@ def reschedule_flow_run(flow_run: FlowRun) -> Iterator[str]:
 
 
 def _poll_until_ended(prefect_client: SyncPrefectClient, flow_run: FlowRun) -> Iterator[FlowRun]:
-    """Read a flow run from the server each second and yield it until it has ended; tolerate a restart of the server."""
+    """Read a flow run from the server each second and yield what was read, until the flow run has ended; tolerate a
+    restart of the server."""
     last_response_time, has_ended = time.monotonic(), False
     while not has_ended:
         time.sleep(_POLL_SECONDS)

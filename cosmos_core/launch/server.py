@@ -67,7 +67,8 @@ def prefect_server(folder: Path) -> Iterator[Callable[[], None]]:
 
 
 def _wait_for_server(api_url: str) -> None:
-    """Wait until the Prefect server at `api_url` responds: it may be restarting, and gets more time if it is busy."""
+    """Wait until the Prefect server at `api_url` responds: ten seconds or, while requests time out because the server
+    is busy, a minute. Raises `ConfigError` if it does not respond."""
     start_time = time.monotonic()
     while True:
         try:
@@ -112,7 +113,8 @@ def _locate_empty_database() -> Path:
 
 
 def _copy_database(source_path: Path, target_path: Path) -> bool:
-    """Copy a database, even if in use, atomically; return False if it is missing or damaged, or the disk is full."""
+    """Copy a database atomically, even while a server uses it; return False if the database is missing or damaged, or
+    the disk is full."""
     try:
         target_path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(target_path) as temporary_path:

@@ -69,9 +69,9 @@ def report_machine(prefect_client: Any, pool_name: str) -> None:
 
 
 def end_lost_flow_runs(prefect_client: Any, pool_name: str, first_seen_time_by_id: dict[UUID, float]) -> None:
-    """Set flow runs of a process pool that are Pending or Cancelling without a live process to Crashed or Cancelled.
-    Prefect would leave them Pending, or Cancelling for five minutes. `first_seen_time_by_id` has the monotonic time at
-    which an earlier call first saw each of these flow runs in its state."""
+    """Set Pending flow runs of a process pool to Crashed, and Cancelling ones to Cancelled, if they have no live
+    process. Prefect would leave them Pending, or Cancelling for five minutes. `first_seen_time_by_id` has the monotonic
+    time at which an earlier call first saw each of these flow runs in its state."""
     from prefect.client.schemas import filters
     from prefect.client.schemas.objects import StateType
     from prefect.states import Cancelled, Crashed

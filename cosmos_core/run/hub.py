@@ -21,7 +21,7 @@ _REVISION_KEYS = {"model": "policy.model_revision", "teacher": "distillation.mod
 _HUB_TIMEOUT_SECONDS = 8.0
 _HUB_RETRY_DELAY_SECONDS = 60.0
 failed_hub_requests: dict[str, tuple[float, str]] = {}
-"""Time (monotonic) and reason of the last failed request to each Hub, which is not tried again for a minute."""
+"""Monotonic time and reason of the last failed request to each Hub, by URL; no request follows it for a minute."""
 Repository = tuple[Literal["model", "dataset"], str, str]
 """Repository on the Hugging Face Hub: type, name and revision."""
 

@@ -60,7 +60,7 @@ def save_approval(run_path: Path, approval: PublicationApproval | None) -> None:
 
 
 def read_required_approval(run_path: Path) -> PublicationApproval | None:
-    """Return the approval that the publication of a run needs; None if it needs none."""
+    """Return the approval that the publication of a run needs; None if no approval is needed."""
     return read_document(run_path / "locks" / _APPROVAL_FILE, PublicationApproval)
 
 

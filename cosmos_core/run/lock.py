@@ -70,8 +70,8 @@ def open_stage_lock(run_path: Path, name: str) -> FileLock:
 
 def create_locked_folder(folder: Path, parent_setting_text: str = "TMPDIR = ") -> int:
     """Create a private folder for temporary files, and return the descriptor that holds its shared lock: while a
-    process has it open, no other process removes the folder. Raise ConfigError, which names the parent folder by
-    `parent_setting_text`, if the file system has no locks."""
+    process has the descriptor open, no other process removes the folder. Raise ConfigError, which names the parent
+    folder by `parent_setting_text`, if the file system has no locks."""
     # Until the folder is locked, its name begins with a dot, because no process removes a folder of such a name.
     hidden_folder = folder.with_name(f".{folder.name}")
     hidden_folder.mkdir(mode=0o700)

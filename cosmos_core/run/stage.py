@@ -23,7 +23,7 @@ PROFILES_FOLDER = "profile"
 PROFILE_REQUEST_FILE = "profile_asked"
 """Name of the file that `cosmos profile` writes to request a trace."""
 ENGINES_FILE = "engines.json"
-"""Name of the file with the requested number of rollout engines, which `cosmos scale` writes."""
+"""Name of the file into which `cosmos scale` writes the requested number of rollout engines."""
 CHECKED_PROMPTS_FILE = "prompts.json"
 """Name of the file with which `cosmos check` passes the first prepared prompts to the check of another stage."""
 CONDITIONS_FILE = "conditions.json"
@@ -155,8 +155,8 @@ def find_source_stage(path: Path) -> Path:
 
 
 def read_input_metrics(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the metrics of its inputs that the result of the stage at `path` is based on, by name of the input: those
-    of the exported checkpoint, such as the best one, if the input is a training. Empty if they are not known."""
+    """Return the metrics of the input stages of the stage at `path`, by name, as they were when this stage ran: for a
+    training, the metrics of the exported checkpoint, such as the best one. Empty if they are not known."""
     try:
         saved_inputs = tomllib.loads((find_source_stage(path) / _STAGE_FILE).read_text(encoding="utf-8"))["inputs"]
         return {name: dict(result["metrics"]) for name, result in saved_inputs.items()}

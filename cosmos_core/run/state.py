@@ -112,8 +112,8 @@ def read_state(stage_path: Path) -> StageState:
 
 
 def update_state(stage_path: Path, **changed_fields: Any) -> StageState:
-    """Replace some fields of `state.json` atomically, but without a sync to disk: only a power failure can lose the
-    change, and it also ends the attempt that the state describes."""
+    """Replace some fields of `state.json` atomically, but without a sync to disk: only a power failure, which also ends
+    the attempt that the state describes, can lose the change."""
     stage_path.mkdir(parents=True, exist_ok=True)
     state = read_state(stage_path).model_copy(update=changed_fields)
     write_json(stage_path / "state.json", state.model_dump(), fsync=False)

@@ -175,7 +175,7 @@ def select_numeric_metrics(line: dict[str, Any]) -> dict[str, float]:
 
 def name_tracking_run(stage: Stage, sink_name: str) -> tuple[str, str, str, str]:
     """Return project, group, name and identifier of a stage's run in a tracking service (W&B, MLflow, trackio). All
-    attempts of the stage have the same identifier, which is saved in its subfolder `sink_name`."""
+    attempts share the identifier, which is saved in the subfolder `sink_name` of the stage directory."""
     logging_config, start_info = stage.recipe.logging, read_start_info(stage.run_path) or RunStartInfo()
     run_label = f"{logging_config.experiment_name or start_info.pipeline or 'cosmos'}-{stage.run_path.name}"
     identifier_file = stage.path / sink_name / "id"
