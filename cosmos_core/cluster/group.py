@@ -56,12 +56,12 @@ _DEATH_REPORT_SECONDS = 10.0  # seconds to wait for Ray's report that a rank is 
 
 
 class RankFailed(StageFailed):
-    """Raised if a rank has died, or has raised an error from outside this package."""
+    """Raised if a rank has died, or has raised a transient error from outside this package."""
 
 
 class RankRaised(RankFailed, ProgramError):
-    """Raised if a rank has raised a permanent error, for which a retry does not help: a `ProgramError`, or an error
-    from outside this package."""
+    """Raised if a rank has raised an error that a retry cannot fix: a `ProgramError`, or an error from outside this
+    package that is not transient."""
 
 
 class RanksMustRestart(RankFailed):

@@ -220,10 +220,11 @@ class ServiceRequest:
                     self._mark_replica_failed()
                     return None
                 continue
-            if response.status_code == 200:
+            response_fields = _parse_json_object(response) if response.status_code == 200 else {}
+            if {"scores", "error"} & response_fields.keys():  # otherwise, a proxy may have responded
                 self._replica_state.cooldown_end_by_replica.pop(self._replica_index, None)
                 self._last_failure_reason = ""
-                return _parse_json_object(response)
+                return response_fields
             response_text = _describe_response(response)
             if response.status_code in {401, 403}:
                 raise RewardError(f"the reward service at {url} refuses us: {response_text}; set {TOKEN_VARIABLE}")

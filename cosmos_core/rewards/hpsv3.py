@@ -1,4 +1,5 @@
-"""Human preference score of an image: HPS v3 (arXiv 2508.03789), a Qwen2-VL 7B whose head predicts mean and spread."""
+"""Human preference score of an image: HPS v3 (arXiv 2508.03789), a Qwen2-VL 7B that predicts the mean and the standard
+deviation of the preference."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -122,8 +122,8 @@ def load_scorer(name: str, import_path: str, settings: RewardModelSettings) -> S
 
 
 def replace_nonfinite(score_columns: ScoreColumns, num_items: int) -> tuple[ScoreColumns, list[str]]:
-    """Return the score columns with None for numbers that are not finite, and for each item a text that names such a
-    number of the item; empty if all are finite. Raise `ValueError` if the length of a column is not the number of
+    """Return the score columns with None for numbers that are not finite, and one text per item, which names such a
+    number of the item and is empty if there is none. Raise `ValueError` if the length of a column is not the number of
     items."""
     errors = [""] * num_items
     return {key: _nonfinite_to_none(key, column, num_items, errors) for key, column in score_columns.items()}, errors

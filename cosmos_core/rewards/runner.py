@@ -47,8 +47,8 @@ calls are cancelled."""
 
 
 class _RewardResult(NamedTuple):
-    """Result of one reward function for one completion; without `raw_score` and `error`, the function does not apply to
-    the data row of the completion."""
+    """Result of one reward function for one completion. If it has neither `raw_score` nor `error`, the function does
+    not apply to the data row of the completion."""
 
     raw_score: float | None = None
     metrics: Mapping[str, float] = {}

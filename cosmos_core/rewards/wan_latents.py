@@ -74,7 +74,8 @@ class WanVae:
 
 
 def describe_vae(setting_name: str, path: str) -> str:
-    """Return a description of the Wan VAE at a path, or raise `RewardError`, which names the setting `setting_name`."""
+    """Return a line of text that describes the Wan VAE at `path`. Raise `RewardError`, which names the setting
+    `setting_name`, if there is no Wan VAE."""
     from diffusers import AutoencoderKLWan
 
     if path.endswith(".pth"):

@@ -236,9 +236,9 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
     earlier_versions: Sequence[tuple[int, int]] = (),
     vision: ImageReader | None = None,
 ) -> Completion:
-    """Return a completion of one turn; `vision` truncates it before the first image placeholder token.
-    `ends_with_stop`: whether the last token is a stop token. `earlier_versions` has, for each version of the weights
-    that was replaced during the completion, the number of tokens at that time and the version."""
+    """Return a completion of one turn, truncated before the first image placeholder token if the image reader `vision`
+    is set. `ends_with_stop`: whether the last token is a stop token. `earlier_versions` has, for each version of the
+    weights that was replaced during the completion, the number of tokens at that time and the version."""
     if vision is not None and (num_text_tokens := vision.num_tokens_before_images(token_ids)) < len(token_ids):
         token_ids, logprobs, ends_with_stop = token_ids[:num_text_tokens], logprobs[:num_text_tokens], False
     segments, start = [], 0

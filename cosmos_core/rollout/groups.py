@@ -99,8 +99,9 @@ class SyncGroupSource:
         return scored_groups, group_metrics(scored_groups) | throughput_metrics | lag_metrics(scored_groups, step)
 
     def generate_groups(self, prompts: Sequence[Prompt], step: int, count_by_prompt_id: Counter[int]) -> list[Group]:
-        """Generate the groups of `prompts`, in order. `count_by_prompt_id`: how often the step has sampled a
-        prompt before. A repeated prompt, at a boundary of epochs or in a mixture of data sets, gets other seeds."""
+        """Generate the groups of `prompts`, in order. `count_by_prompt_id`, which is updated, says how often the step
+        has sampled each prompt. A repeated prompt, at a boundary of epochs or in a mixture of data sets, gets other
+        seeds."""
         indices_by_num_repeats: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
             indices_by_num_repeats.setdefault(count_by_prompt_id[prompt.id], []).append(i)
@@ -259,8 +260,8 @@ def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def filter_metrics(group_filter: GroupFilter, sampled_groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return metrics of a filter: the number of sampled groups, and the fractions of them that it dropped with a
-    largest reward above 0, and with a largest reward of at most 0."""
+    """Return metrics of a filter: the number of sampled groups, and two fractions of them: dropped groups whose largest
+    reward is above 0, and dropped groups whose largest reward is at most 0."""
     dropped_groups = [group for group in sampled_groups if not group_filter.has_learning_signal(group)]
     valid_rewards = ([score.value for score in group.scores if score.value is not None] for group in dropped_groups)
     max_group_rewards = [max(rewards_of_group) for rewards_of_group in valid_rewards if rewards_of_group]

@@ -87,9 +87,9 @@ def call_with_timeout(
     abort: Callable[[], object] = lambda: None,
     has_failed: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Return the result of a function that can hang, such as a collective whose peer has died. It runs in a new thread,
-    on this thread's device. After `timeout_seconds`, or when `has_failed` returns True, call `abort` and raise
-    `TransferFailed`. A later result is ignored, because an aborted collective leaves arbitrary bytes."""
+    """Return the result of a function that can hang, such as a collective whose peer has died. The function runs in a
+    new thread, on this thread's device. After `timeout_seconds`, or when `has_failed` returns True, call `abort` and
+    raise `TransferFailed`. A later result is ignored, because an aborted collective leaves arbitrary bytes."""
     result_future: Future[T] = Future()
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 

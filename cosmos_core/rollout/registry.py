@@ -79,8 +79,8 @@ class DataParallelEngine(EngineWrapper):
     completes some of the prompts, and all ranks get all groups."""
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """Submit to this rank's engine its portion of the prompts; the seeds of completions do not depend on the
-        distribution."""
+        """Submit this rank's portion of the prompts to the rank's engine; the seeds of completions do not depend on the
+        distribution of prompts over ranks."""
         num_engines = num_ranks() // self.ranks_per_engine
         if local_prompts := prompts[rank_number() // self.ranks_per_engine :: num_engines]:
             self._engine.submit(local_prompts, sampling, step)

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
 _MIN_BUCKET_TIMEOUT_SECONDS = 600.0
-"""Minimum time limit in seconds for the next bucket of a weight load. After it the load fails, because the trainer has
-probably died."""
+"""Minimum time limit in seconds for the next bucket of a weight load. If no bucket arrives within the limit, the load
+fails, because the trainer has probably died."""
 _BUCKET_TIMEOUT_FACTOR = 4
 """Time limit for the next bucket of a weight load, as a multiple of the trainer's engine timeout, because the trainer
 can wait for other engines between two buckets."""
@@ -170,7 +170,8 @@ class EngineReplica:
 
     def begin_weight_load(self, version: int, *, loads_in_background: bool, timeout_seconds: float) -> None:
         """Prepare to receive the weights of version `version` in buckets. With `loads_in_background`, the engine
-        generates until the last bucket has arrived. The trainer kills engines without a reply for `timeout_seconds`."""
+        generates until the last bucket has arrived. The time limit for each bucket depends on `timeout_seconds`, after
+        which the trainer kills an engine that does not reply."""
         assert self._weight_load is None or self._weight_load.receipt_future.done(), "one load at a time"
         buckets = queue.Queue[_BucketQueueItem](0 if loads_in_background else 1)
         bucket_timeout_seconds = max(_MIN_BUCKET_TIMEOUT_SECONDS, _BUCKET_TIMEOUT_FACTOR * timeout_seconds)

@@ -31,8 +31,8 @@ _TOOL_TIMEOUT = timedelta(days=1)
 
 @dataclass
 class _Conversation:
-    """Conversation (prompt, turns of the policy and tool results) that becomes completion `k` of a group, up to its
-    newest turn."""
+    """Conversation up to its newest turn: prompt, turns of the policy, and tool results. When it ends, it becomes
+    completion `k` of its group."""
 
     group: UnfinishedGroup
     k: int

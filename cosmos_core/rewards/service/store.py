@@ -87,7 +87,8 @@ _BODY_KEY_TEMPLATE, _ACCEPTED_KEY_TEMPLATE = "cosmos:reward:body:{}", "cosmos:re
 
 
 class RedisStore:
-    """Redis store with scores under `<uuid>_<type>`, as in Cosmos-RL, and further keys for unfinished requests."""
+    """Redis store with scores under `<uuid>_<type>` (uuid of the request, name of the reward), as in Cosmos-RL, and
+    further keys for unfinished requests."""
 
     def __init__(self, host: str, port: int, retention_seconds: float, owner_name: str) -> None:
         from redis.asyncio import Redis
