@@ -48,8 +48,8 @@ class CheckpointConfig(Table):
         return f"s3://{'/'.join(filter(None, url_parts))}" if self.upload_s3 else ""
 
     def upload_urls(self, *path_parts: str, is_last_model: bool) -> dict[str, str]:
-        """Return a dictionary of the URLs to which a model is published, by `s3` or `hub`: the suffix of the name of
-        the upload stage. Only the last model of a pipeline (`is_last_model`) is published on the Hub."""
+        """Return the URLs to which a model is published, by the suffix of the name of the upload stage, `s3` or `hub`.
+        Only the last model of a pipeline (`is_last_model`) is published on the Hub."""
         hub_url = f"hub://{self.hf_repo_name}" if self.upload_hf and is_last_model else ""
         urls_by_suffix = {"s3": self.s3_url(*path_parts), "hub": hub_url}
         return {stage_suffix: url for stage_suffix, url in urls_by_suffix.items() if url}

@@ -36,8 +36,9 @@ class FlowPolicyConfig(GrpoConfig):
     """Normalise the values of each reward function before they are weighted and summed, for rewards of different
     scales; False: normalise only the weighted sum."""
     least_diversity: Fraction = 0.5
-    """Threshold of the diversity of samples: `watch/alarm` is set to 1 and a warning is logged if the diversity falls
-    below this fraction of its initial value, or if a reward of weight 0 does so while the total reward rises."""
+    """Smallest diversity of samples, as a fraction of the diversity in the first train steps, below which `watch/alarm`
+    is set to 1 and a warning is logged. The same happens if a reward function of weight 0 falls below this fraction of
+    its initial value while the total reward is above its initial value."""
 
     learns_data: bool = False
     """Learn also from real images or clips: rows are media with their prompts, and the diffusion loss on them is added

@@ -94,11 +94,11 @@ class Table(BaseModel):
                     field.metadata = [*field.metadata, key_metadata]
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
-        """Yield a message with full keys for each combination of values that is not supported in the stage."""
+        """Yield a message, with full dotted keys, for each combination of values that is not supported in the stage."""
         yield from ()
 
     def notices(self, stage: StageContext) -> Iterator[str]:
-        """Yield notices about accepted settings whose effect a user may not expect, with full keys."""
+        """Yield notices, with full dotted keys, about accepted settings whose effect a user may not expect."""
         yield from ()
 
     def is_set(self, name: str) -> bool:
