@@ -34,10 +34,10 @@ def run(stage: Stage) -> Outcome:
     stage.progress.phase("export")
     copied_files = {} if stage.config.checkpoint else export.adapter_files(stage)
     model_index = model_family.folder.model_index
-    load_call = f"DiffusionPipeline.from_pretrained(path{render_pipeline_arguments(model_index)})"
+    load_code = f"DiffusionPipeline.from_pretrained(path{render_pipeline_arguments(model_index)})"
     loading_instructions = export.LoadingInstructions(
         "diffusers",
-        ("from diffusers import DiffusionPipeline", "", f"pipeline = {load_call}{render_extra_packages(model_index)}"),
+        ("from diffusers import DiffusionPipeline", "", f"pipeline = {load_code}{render_extra_packages(model_index)}"),
         f"The adapter is merged into these weights; `{ADAPTER_FOLDER}/{ADAPTER_FILE}` has it alone: load it onto the "
         f"base model with `pipeline.load_lora_weights`.",
     )

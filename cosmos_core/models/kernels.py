@@ -72,9 +72,9 @@ def enable_fp8_if_supported(model: PreTrainedModel, fp8_config: FP8Config) -> No
 def convert_to_fp8(model: PreTrainedModel, fp8_config: FP8Config, *, emulate: bool = False) -> None:
     """Replace the linear layers in the transformer blocks of a model by layers that multiply in fp8, on any machine.
     With `emulate`, these layers slowly compute the results of an fp8 GPU in higher precision."""
-    float8: Any = importlib.import_module("torchao.float8")
+    float8_module: Any = importlib.import_module("torchao.float8")
     # Pad inner dimensions, because fp8 products need multiples of 16, and micro-batches have any number of tokens.
-    config = float8.Float8LinearConfig.from_recipe_name(fp8_config.quant_recipe)
+    config = float8_module.Float8LinearConfig.from_recipe_name(fp8_config.quant_recipe)
     config = replace(config, pad_inner_dim=True, emulate=emulate)
     block_class_names = tuple(model._no_split_modules or ())
     block_names = [name for name, module in model.named_modules() if type(module).__name__ in block_class_names]
@@ -87,7 +87,7 @@ def convert_to_fp8(model: PreTrainedModel, fp8_config: FP8Config, *, emulate: bo
             and not module.out_features % _FP8_SIZE_MULTIPLE
         )
 
-    float8.convert_to_float8_training(model, config=config, module_filter_fn=should_convert)
+    float8_module.convert_to_float8_training(model, config=config, module_filter_fn=should_convert)
 
 
 def remove_fp8(model: PreTrainedModel) -> PreTrainedModel:

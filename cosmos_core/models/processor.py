@@ -107,14 +107,16 @@ def _load_processor_without_video(cls: Any, model_source: str, load_options: dic
         # Use the method of the base class, because SmolVLM's own `apply_chat_template` needs a video processor.
         "apply_chat_template": ProcessorMixin.apply_chat_template,
     }
-    subclass: Any = type(cls.__name__, (cls,), overridden_methods)
+    patched_class: Any = type(cls.__name__, (cls,), overridden_methods)
     processor_settings, _ = cls.get_processor_dict(model_source, **load_options)
     component_by_name = {
         "image_processor": AutoImageProcessor.from_pretrained(model_source, **load_options),
         "tokenizer": AutoTokenizer.from_pretrained(model_source, **load_options),
         "video_processor": None,
     }
-    return subclass.from_args_and_dict([component_by_name[name] for name in cls.get_attributes()], processor_settings)
+    return patched_class.from_args_and_dict(
+        [component_by_name[name] for name in cls.get_attributes()], processor_settings
+    )
 
 
 class ImageReader:

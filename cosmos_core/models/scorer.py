@@ -273,8 +273,8 @@ class _ChunkScorer:
     @property
     def differentiable_outputs(self) -> set[str]:
         """Return the names of those outputs of a chunk of tokens through which gradients flow, such as `logprobs`."""
-        constant_entropy = ["entropy"] * (self.output_request.entropy != "gradient")
-        return set(self.output_names) - {"top_ids", "is_argmax", *constant_entropy}
+        entropy_without_gradient = ["entropy"] * (self.output_request.entropy != "gradient")
+        return set(self.output_names) - {"top_ids", "is_argmax", *entropy_without_gradient}
 
     def chunk_slices(self, num_tokens: int) -> list[slice]:
         return [slice(start, start + self.chunk_size) for start in range(0, num_tokens, self.chunk_size)]
