@@ -188,7 +188,8 @@ def mask_settings(settings: Any, key: str = "") -> Any:
 
 
 def mask_file(log_path: Path, variable_names: Iterable[str] = ()) -> None:
-    """Mask secrets in a file written by another program, such as one that a user's code has started.
+    """Mask secrets in a file written by another program, such as one that a user's code has started; the values of the
+    environment variables `variable_names` are masked too.
 
     The secrets are overwritten in place: a log may be larger than the memory, and the disk may be full.
     """
@@ -223,7 +224,8 @@ class _MaskingStream:
 
 
 def _collect_secrets(variable_names: Iterable[str] = ()) -> list[str]:
-    """Return the secret values to mask, the longest first, because a value may contain a shorter one."""
+    """Return the secret values to mask, including those of the environment variables `variable_names`: the longest
+    first, because a value may contain a shorter one."""
     secrets_to_mask, secret_names = set(_additional_secret_values), _additional_secret_names.union(variable_names)
     for name, value in os.environ.items():
         if name in secret_names or _is_secret_name(name):

@@ -123,7 +123,8 @@ def make_stage_task(
 ) -> Any:
     """Return a Prefect task that runs the stage `name` until it has its result. A call of `.submit()` first waits for
     `upstream_futures`, whether they succeed or fail. The run is no parameter of the task, because opening it in each
-    task takes time quadratic in the number of stages."""
+    task takes time quadratic in the number of stages. The stage holds `semaphore` while it runs; `is_local`: as for
+    `run_stages`."""
 
     def retry_condition(_prefect_task: object, _task_run: object, state: State[Any]) -> bool:
         return should_retry(run, name, getattr(state.data, "result", state.data))
@@ -226,7 +227,8 @@ def run_stage(
     report_line: Callable[[str], None] = lambda _: None,
 ) -> tuple[Result, bool]:
     """Run one stage whose inputs are complete; return its result and whether the result already existed. Raises
-    `CosmosError` if an input is missing or the attempt failed."""
+    `CosmosError` if an input is missing or the attempt failed. `on_progress` is called with the progress of the worker,
+    `report_line` with messages for the log of the task run."""
     stage, stage_path, start_time = run.pipeline.stage(name), run.stage_path(name), time.monotonic()
     stage_sync = StageSync(run, stage)
 

@@ -108,8 +108,9 @@ class StageSync:
 
     @contextmanager
     def sync_checkpoints(self, expected_fingerprint: Fingerprint) -> Iterator[None]:
-        """Fetch the newest checkpoint that any machine has stored. Then, during the `with` block, store each new
-        checkpoint and the progress of the stage. A failure of the artifact store within the block is only logged."""
+        """Fetch the newest checkpoint that any machine has stored for the training with the expected fingerprint. Then,
+        during the `with` block, store each new checkpoint and the progress of the stage. A failure of the artifact
+        store within the block is only logged."""
         if self._store is None:
             yield
             return

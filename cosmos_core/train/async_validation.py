@@ -92,7 +92,8 @@ class AsyncValidation:
                 self._send_missing_weights(step)
 
     def _score_completions(self, step: int, group_futures: Sequence[Future[Group]]) -> None:
-        """Score each requested group of held-out completions when it is complete, in a thread of the first rank."""
+        """Score the held-out completions for the validation of step `step`, in a thread of the first rank: each group
+        as soon as its future in `group_futures` is done."""
         start_time = time.perf_counter()
         try:
             scored_groups: dict[Future[Group], ScoredGroup] = {}

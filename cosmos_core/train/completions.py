@@ -45,7 +45,8 @@ class CompletionLog:
     """Log of completions of each train step on the first rank, with warnings of reward hacking and of collapse."""
 
     def __init__(self, log_folder: Path, *, should_write: bool, max_image_bytes: int = _MAX_IMAGE_BYTES) -> None:
-        """Log completions to `log_folder`; if `should_write` is False, only log warnings."""
+        """Log completions to `log_folder`; if `should_write` is False, only log warnings. `max_image_bytes`: maximum
+        size of all image and video files together."""
         self._log_folder, self._should_write, self._max_image_bytes = log_folder, should_write, max_image_bytes
         self._recent_reward_means: deque[Mapping[str, float]] = deque(maxlen=_NUM_COMPARED_STEPS)
         self._recent_statistics: deque[Mapping[str, float]] = deque(maxlen=_NUM_COMPARED_STEPS // 2)
@@ -147,7 +148,8 @@ def _select_groups(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
 
 
 def _select_indices(scored_group: ScoredGroup, max_completions: int) -> list[int]:
-    """Return the indices of at most `max_completions` completions, evenly spaced from the best to the worst reward."""
+    """Return the indices of at most `max_completions` completions of a group, evenly spaced from the best to the worst
+    reward."""
     ranked_indices = sorted(range(len(scored_group.scores)), key=lambda k: -_reward_sort_key(scored_group.scores[k]))
     indices = np.linspace(0, len(ranked_indices) - 1, min(len(ranked_indices), max_completions)).round().astype(int)
     return [ranked_indices[i] for i in indices]

@@ -91,7 +91,8 @@ def rows_per_step(train: TrainConfig, group_size: int) -> int:
 
 
 def unused_rows_message(train: TrainConfig, group_size: int, num_rows: int) -> str:
-    """Return a message if an epoch has rows that no step uses, else ""; raise DataError if the rows fill no step."""
+    """Return a message if an epoch has rows that no step uses, else ""; raise DataError if the rows fill no step.
+    `group_size`: number of samples per row."""
     splits_groups = train.train_batch_per_replica % group_size != 0
     unused_rows_text = unused_rows_notice(train, 1 if splits_groups else rows_per_step(train, group_size), num_rows)
     # With dynamic sampling no prompt is left over, because a train step may use prompts of two epochs.

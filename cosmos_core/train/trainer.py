@@ -165,8 +165,8 @@ class Trainer:
         self, adapter: ModelAdapter, samples: Sequence[Any], request: OutputSpec, weight_set: str,
         size: int | None = None,
     ) -> dict[int, dict[str, Tensor]]:  # fmt: skip
-        """Return the outputs of this rank's samples, by the positions of the samples, under the copy of the weights
-        named `weight_set`, without dropout."""
+        """Return the outputs that `request` selects of this rank's samples, by the positions of the samples, under the
+        copy of the weights named `weight_set`, without dropout. `size`: as for `evaluate`."""
         outputs: dict[int, dict[str, Tensor]] = {}
 
         def store_outputs(micro_batch: MicroBatch) -> None:
@@ -271,10 +271,10 @@ class Trainer:
     def _plan_micro_batches(
         self, adapter: ModelAdapter, samples: Sequence[Any], max_rows: int, *, is_default_size: bool
     ) -> list[tuple[Sequence[int], int]]:
-        """Return for each micro-batch of this rank the positions of its samples, and the position of the sample that
-        the micro-batch computes as a placeholder if it is empty. Samples are sorted by decreasing cost, so that a
-        micro-batch needs little padding. All ranks get the same number of micro-batches; with an empty one, a rank only
-        joins collectives."""
+        """Return for each micro-batch of this rank the positions of its samples, at most `max_rows`, and the position
+        of the sample that the micro-batch computes as a placeholder if it is empty. Samples are sorted by decreasing
+        cost, so that a micro-batch needs little padding. All ranks get the same number of micro-batches; with an empty
+        one, a rank only joins collectives. `is_default_size`: whether no caller has set the number of rows."""
         assigned_batch_ids = [adapter.assigned_batch_id(sample) for sample in samples]
         has_batch_ids = is_default_size and None not in assigned_batch_ids
         batches_by_id: dict[Any, list[int]] = {}

@@ -278,7 +278,8 @@ class _Measurement:
         return self._batching_feed.reread_newest_samples() if self._batching_feed else self._all_samples
 
     def is_affordable(self, settings: SpeedSettings, expected_seconds: float) -> bool:
-        """Return True if all ranks have memory for the settings and there is time to measure them."""
+        """Return True if all ranks have enough memory for `settings`, and the time limit leaves `expected_seconds` to
+        measure them."""
         rows_per_pass = settings.rows_per_pass
         # Rows of a data term, or rows that share a prompt, may need more memory than their numbers of tokens suggest.
         bytes_scaled_by_rows = self._max_measured_bytes * rows_per_pass / max(1, self._max_measured_rows)

@@ -123,7 +123,8 @@ class ArtifactStore:
         return Lease(self._bucket, self._object_key(f"made/{fingerprint}/lease.json"), holder, has_died)
 
     def open_checkpoints(self, fingerprint: str, stage_path: Path) -> StoredCheckpoints:
-        """Return the checkpoints in the store that belong to the training with this fingerprint."""
+        """Return the `StoredCheckpoints` of the training with this fingerprint, whose local checkpoints are in the
+        folder of the stage, `stage_path`."""
         return StoredCheckpoints(self._bucket, self._object_key(f"made/{fingerprint}/{CHECKPOINTS_FOLDER}"), stage_path)
 
     def open_record(self, run_id: str, stage_path: Path, machine_name: str) -> StoredRecord:
@@ -134,7 +135,7 @@ class ArtifactStore:
 
     def _claim_run_name(self, run_name: str, run_files: dict[str, str], has_new_stages: bool) -> bool:
         """Claim `run_name` as the run's name in the store. Return True if the store has the same run or, until now, no
-        run under this name; return False if it has another run."""
+        run under this name; return False if it has another run. `has_new_stages`: as for `put_run`."""
         object_key = self._object_key(f"runs/{run_name}/run.json")
         stored_files, _ = read_document(self._bucket, object_key)
         if stored_files is None:

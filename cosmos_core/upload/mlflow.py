@@ -45,8 +45,9 @@ class MlflowTarget:
             call_with_timeout(_CHECK_TIMEOUT_SECONDS, self._find_registered_model)
 
     def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
-        """Set the function that is called before a file is sent or a version is created; the function can raise an
-        error to end the publication. No journal is kept in `folder`, because stored files are not sent again."""
+        """Set the function `check_cancellation`, which is called before a file is sent or a version is created; the
+        function can raise an error to end the publication. No journal is kept in `folder`, because stored files are not
+        sent again."""
         self._check_cancellation = check_cancellation
 
     def published(self) -> dict[str, Any] | None:
@@ -124,7 +125,7 @@ class MlflowTarget:
         return f"mlflow://{self.name}@{model_version.version}"
 
     def _send_files(self, mlflow_run: Any, folder: Path, record: dict[str, Any]) -> None:
-        """Send the files that an MLflow run lacks, then the record, then the metrics."""
+        """Send the files of `folder` that an MLflow run lacks, then the record, then the metrics of the record."""
         from mlflow.entities import Metric
 
         run_id, artifact_folder = mlflow_run.info.run_id, _get_artifact_folder(record)

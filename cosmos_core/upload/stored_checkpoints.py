@@ -30,7 +30,8 @@ class StoredCheckpoints:
 
     def push(self, check_cancellation: Callable[[], None] = lambda: None) -> list[str]:
         """Upload each complete checkpoint that the store does not have, with the training's metrics. Then remove older
-        checkpoints from the store that were removed locally. Return the names of the new checkpoints, `step_N`."""
+        checkpoints from the store that were removed locally. Return the names of the new checkpoints, `step_N`.
+        `check_cancellation` can raise an error to end the upload."""
         sent_checkpoint_names, manifest_by_name = [], saved_manifests(self._stage_path)
         for name, manifest in manifest_by_name.items():
             with translate_errors(self._bucket.url(self._key_prefix)):
