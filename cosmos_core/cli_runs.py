@@ -1,4 +1,4 @@
-"""`cosmos status`, `runs`, `compare`, `report`, `samples` and `watch`: commands that show runs."""
+"""`cosmos status`, `runs`, `compare`, `report`, `samples`, `watch` and `lineage`: commands that show runs."""
 
 from __future__ import annotations
 

@@ -38,8 +38,9 @@ class LogprobDriftCheck:
         self._has_warned = False
 
     def check_step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metric `watch/alarm`: 1 if trainer and engines differ by more than the tolerance, else 0. Return
-        no metric if `metrics` has no log-probability difference. Raise StageFailed if an alarm ends the stage."""
+        """Return the metric `watch/alarm` of train step `step`: 1 if trainer and engines differ by more than the
+        tolerance, else 0. Return no metric if `metrics` has no log-probability difference. Raise StageFailed if an
+        alarm ends the stage."""
         logprob_difference = math.nan if metrics.get(_NONFINITE_METRIC) else metrics.get(_LOGPROB_DIFFERENCE_METRIC)
         if logprob_difference is None:
             return {}

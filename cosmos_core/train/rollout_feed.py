@@ -1,4 +1,4 @@
-"""Feed of scored groups of completions, and the order of the prompts."""
+"""Source of training samples from scored groups of completions, and the order of the prompts."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -146,8 +146,9 @@ class PromptOrder:
 
 
 def make_group_filter(algorithm_config: AlgorithmConfig) -> GroupFilter | None:
-    """Return the filter that drops groups without a learning signal; None: all groups are trained on. Raise
-    `RewardError` if the filter compares a metric that no reward function reports."""
+    """Return the filter that drops groups without a learning signal, that is, groups whose completions have equal
+    rewards; None: all groups are trained on. Raise `RewardError` if the filter compares a metric that no reward
+    function reports."""
     if algorithm_config.dynamic_sampling is None:
         return None
     group_filter = GroupFilter(*algorithm_config.dynamic_sampling)

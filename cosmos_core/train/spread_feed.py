@@ -1,4 +1,4 @@
-"""Feed for train steps whose number of completions is not a multiple of the group size.
+"""Source of samples for train steps whose number of completions is not a multiple of the group size.
 
 Advantages are computed for a whole group when the first of its completions is needed. Completions that a step does not
 use are queued for the next step and saved in checkpoints. A completion that is not trained, such as one without a valid

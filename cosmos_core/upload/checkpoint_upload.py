@@ -57,8 +57,8 @@ class CheckpointUploader:
                     yield name
 
     def _push_checkpoint(self, name: str, manifest_file: Path, check_cancellation: Callable[[], None]) -> bool:
-        """Upload a checkpoint, unless the bucket has it or the training has removed it; return True if it was
-        uploaded."""
+        """Upload the checkpoint `name`, whose manifest is `manifest_file`, unless the bucket has it or the training has
+        removed it. Return True if it was uploaded."""
         staging_path, store_url = self._stage_path / "sending" / name, self._bucket.url(self._key_prefix)
         with translate_errors(store_url), link_checkpoint(manifest_file.parent, staging_path) as folder:
             if folder is None:

@@ -279,8 +279,8 @@ def _get_status_code(error: Any) -> int:
 
 
 def _render_model_card(card_file: Path, record: dict[str, Any]) -> str:
-    """Return the text of a model card, extended by the published version of the model, the metrics of the version and
-    the digests of its inputs."""
+    """Return the text of the model card in `card_file` (a minimal one if the file is missing), extended by the
+    published version of the model, the metrics of the version and the digests of its inputs."""
     library = "diffusers" if "model_index.json" in record["files"] else "transformers"
     empty_card = f"---\nlibrary_name: {library}\n---"
     card_text = card_file.read_text(encoding="utf-8").rstrip() if card_file.is_file() else empty_card
