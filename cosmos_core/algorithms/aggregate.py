@@ -57,7 +57,7 @@ def token_metric(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.stack([masked_sum, mask_BT.bool().sum().to(torch.float64)])
 
 
-def source_masks(sources: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+def dataset_masks(sources: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the name of each data set in `sources`, with a mask of its samples. `sources` has for each sample the name
     of its data set, or an empty string, which is not yielded, if the recipe has only one data set."""
     for name in dict.fromkeys(filter(None, sources)):

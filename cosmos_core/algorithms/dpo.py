@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from cosmos_core.algorithms.aggregate import Metrics, apply_mask, compute_denominator, compute_means, source_masks
+from cosmos_core.algorithms.aggregate import Metrics, apply_mask, compute_denominator, compute_means, dataset_masks
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.config.schema.dpo import DpoConfig, DpoLossConfig
 from cosmos_core.data.sample import Sample
@@ -66,14 +66,14 @@ def preference_loss(
     }
 
 
-def source_losses(
+def dataset_losses(
     pairs: PairLogprobs, sources: Sequence[str], config: DpoLossConfig, mean_chosen_tokens: float
 ) -> Metrics:
     """Return the mean loss of the pairs of each data set, as metric `loss/SOURCE`. The mean of these losses, weighted
     by numbers of pairs, is the loss of the optimizer step. `mean_chosen_tokens`: mean number of tokens of the chosen
     responses of the optimizer step, the denominator of loss terms that are sums over tokens (SFT)."""
     metrics = {}
-    for name, mask_P in source_masks(sources):
+    for name, mask_P in dataset_masks(sources):
         source_pairs = PairLogprobs(*(values_P.detach()[mask_P] for values_P in pairs))
         loss, _ = preference_loss(source_pairs, config, 1.0, mean_chosen_tokens)
         metrics[f"loss/{name}"] = torch.stack([loss.double(), mask_P.sum().to(loss.device, torch.float64)])
@@ -147,7 +147,7 @@ class Dpo(Algorithm):
             pairs = PairLogprobs(*(values_B[rows] for values_B in row_value_tensors for rows in response_rows))
             loss_value, metrics = preference_loss(pairs, self.config.dpo, num_pairs, num_chosen_tokens)
             sources = [micro_batch.samples[row].source for row in row_order[::2]]
-            metrics |= source_losses(pairs, sources, self.config.dpo, num_chosen_tokens / num_pairs)
+            metrics |= dataset_losses(pairs, sources, self.config.dpo, num_chosen_tokens / num_pairs)
             return Loss(loss_value, metrics)
 
         yield Update(samples, loss)
@@ -167,7 +167,7 @@ class Dpo(Algorithm):
         pairs = PairLogprobs(*(values[response_offset::2] for values in value_tensors for response_offset in (0, 1)))
         num_pairs, num_chosen_tokens = len(pairs.chosen), float(sum(token_counts[::2]))
         loss, metrics = preference_loss(pairs, self.config.dpo, num_pairs, num_chosen_tokens)
-        metrics |= source_losses(pairs, sources, self.config.dpo, num_chosen_tokens / num_pairs)
+        metrics |= dataset_losses(pairs, sources, self.config.dpo, num_chosen_tokens / num_pairs)
         return {"loss": loss.item(), **compute_means(metrics), "pairs": float(num_pairs)}
 
 

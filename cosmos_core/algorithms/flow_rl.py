@@ -103,8 +103,8 @@ class FlowRl(Algorithm):
         for batch_slice in equal_batches(len(samples), self.config.batch_size_per_optimize):
             if (update := self.make_optimizer_update(samples[batch_slice])) is not None:
                 if self.data_term is not None:
-                    data_update = self.data_term(self._train_step, self._prompt_ids, self._num_updates)
-                    update = replace(update, data=data_update)
+                    data_term_update = self.data_term(self._train_step, self._prompt_ids, self._num_updates)
+                    update = replace(update, data=data_term_update)
                 yield update
                 self._num_updates += 1
 

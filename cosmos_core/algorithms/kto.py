@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import Metrics, apply_mask, compute_means, source_masks
+from cosmos_core.algorithms.aggregate import Metrics, apply_mask, compute_means, dataset_masks
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.config.schema.kto import KtoConfig, KtoLossConfig
 from cosmos_core.data.sample import Sample, swap_responses
@@ -47,11 +47,11 @@ def unpaired_loss(
     return loss, metrics | {"kl": torch.stack([kl.double(), torch.ones_like(kl).double()])}
 
 
-def source_losses(responses: LabelledLogprobs, sources: Sequence[str], kl: Tensor, config: KtoLossConfig) -> Metrics:
+def dataset_losses(responses: LabelledLogprobs, sources: Sequence[str], kl: Tensor, config: KtoLossConfig) -> Metrics:
     """Return the mean loss of the responses of each data set of a mixture, as metric `loss/SOURCE`; empty for a single
     data set. `kl` is the estimate of the KL divergence from the reference policy."""
     metrics = {}
-    for name, mask_B in source_masks(sources):
+    for name, mask_B in dataset_masks(sources):
         source_responses = LabelledLogprobs(*(values_B.detach()[mask_B] for values_B in responses))
         loss, _ = unpaired_loss(source_responses, kl, config, num_responses=1)
         metrics[f"loss/{name}"] = torch.stack([loss.double(), mask_B.sum().to(loss.device, torch.float64)])
@@ -80,7 +80,7 @@ class Kto(Algorithm):
             responses = LabelledLogprobs(logps_B, reference_logprobs_B[sample_indices], is_desirable_B[sample_indices])
             loss_value, metrics = unpaired_loss(responses, kl, self.config.kto, len(samples))
             sources = [sample.source for sample in micro_batch.samples]
-            return Loss(loss_value, metrics | source_losses(responses, sources, kl, self.config.kto))
+            return Loss(loss_value, metrics | dataset_losses(responses, sources, kl, self.config.kto))
 
         yield Update(samples, loss)
 
@@ -105,7 +105,7 @@ class Kto(Algorithm):
         responses = LabelledLogprobs(logps_B, torch.cat(reference_logps), torch.tensor(labels, device=logps_B.device))
         kl = torch.cat(log_ratios).mean().clamp(min=0) if log_ratios else logps_B.new_zeros(())
         loss, metrics = unpaired_loss(responses, kl, self.config.kto, len(labels))
-        metrics |= source_losses(responses, sources, kl, self.config.kto)
+        metrics |= dataset_losses(responses, sources, kl, self.config.kto)
         return {"loss": loss.item(), **compute_means(metrics)}
 
 

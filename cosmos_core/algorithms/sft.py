@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import Metrics, apply_mask, compute_denominator, source_masks, token_metric
+from cosmos_core.algorithms.aggregate import Metrics, apply_mask, compute_denominator, dataset_masks, token_metric
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
@@ -20,12 +20,12 @@ def sft_loss(logprobs_BT: Tensor, loss_mask_BT: Tensor, loss_denominator: float)
     return loss, {"nll": token_metric(-logprobs_BT, loss_mask_BT)}
 
 
-def source_losses(batch: MicroBatch) -> Metrics:
+def dataset_losses(batch: MicroBatch) -> Metrics:
     """Return the mean negative log-likelihood of the trained tokens of each data set of a mixture, as metric
     `loss/SOURCE`; empty for a single data set."""
     return {
         f"loss/{name}": token_metric(-batch.logprobs_BS, batch.mask_BS * mask_B.unsqueeze(-1).to(batch.mask_BS))
-        for name, mask_B in source_masks([sample.source for sample in batch.samples])
+        for name, mask_B in dataset_masks([sample.source for sample in batch.samples])
     }
 
 
@@ -37,7 +37,7 @@ class Sft(Algorithm):
 
         def loss(micro_batch: MicroBatch) -> Loss:
             loss_value, metrics = sft_loss(micro_batch.logprobs_BS, micro_batch.mask_BS, loss_denominator)
-            return Loss(loss_value, metrics | source_losses(micro_batch))
+            return Loss(loss_value, metrics | dataset_losses(micro_batch))
 
         yield Update(samples, loss, has_constant_gradient=True)
 

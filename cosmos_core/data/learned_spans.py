@@ -55,9 +55,9 @@ def find_learned_spans(
     render_messages = partial(render_template, renderer, location=location, tools=tools)
     if not any(map(str.strip, chain.from_iterable(get_turn_texts(turn) for turn in turns if is_trained_turn(turn)))):
         kept_keys = ("role", "content")
-        reduced_turns = [{key: turn[key] for key in kept_keys} if is_trained_turn(turn) else turn for turn in turns]
+        plain_turns = [{key: turn[key] for key in kept_keys} if is_trained_turn(turn) else turn for turn in turns]
         with suppress(TemplateError):  # some templates fail without the tool calls; then keep the row
-            if render_messages(reduced_turns, False) == rendered_text:
+            if render_messages(plain_turns, False) == rendered_text:
                 raise SkippedRow(location, "without an assistant turn to learn")
     spans: list[Span] | None = None
     template = renderer.chat_template if renderer is not tokenizer else tokenizer.get_chat_template(tools=tools)

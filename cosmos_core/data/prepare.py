@@ -194,13 +194,13 @@ def _tokenise_all(
 ) -> Generator[tuple[int, RowChunk]]:
     for source_index, (row_spec, source) in enumerate(zip(row_specs, sources, strict=True)):
         with closing(_tokenise_rows(stage, row_spec, source.rows)) as row_chunks:
-            yield from ((source_index, chunk) for chunk in row_chunks)
+            yield from ((source_index, row_chunk) for row_chunk in row_chunks)
 
 
 def _make_mixture_statistics(sources: list[_RowSource], counts_by_source: list[SplitCounts]) -> list[dict[str, Any]]:
     """Return the statistics of each data set of a mixture. Raise DataError if the weight of a data set is so low that
     no row of an epoch is from this data set."""
-    entries = [
+    source_entries = [
         {
             "source": source.label,
             "weight": source.weight or source_counts.num_rows,
@@ -208,12 +208,14 @@ def _make_mixture_statistics(sources: list[_RowSource], counts_by_source: list[S
         }
         for source, source_counts in zip(sources, counts_by_source, strict=True)
     ]
-    total_rows = sum(entry["rows"] for entry in entries)
-    for entry, count in zip(entries, divide_in_proportion(total_rows, [e["weight"] for e in entries]), strict=True):
+    total_rows = sum(entry["rows"] for entry in source_entries)
+    for entry, count in zip(
+        source_entries, divide_in_proportion(total_rows, [e["weight"] for e in source_entries]), strict=True
+    ):
         if not count and entry["rows"]:
             problem = f"is {entry['weight']:g}, which gives it none of the {total_rows:,} rows of an epoch"
             raise DataError(f"train.train_policy.datasets: the weight of {entry['source']} {problem}; raise it")
-    return entries
+    return source_entries
 
 
 def _load_splits(stage: Stage) -> dict[str, list[_RowSource]]:
@@ -337,8 +339,12 @@ def _tokenise_rows(stage: Stage, row_spec: RecordSpec, rows: Rows) -> Generator[
         process_pool.shutdown(cancel_futures=True)
 
 
-def _convert_in_worker(model: str, policy: PolicyConfig, row_spec: RecordSpec, rows: list[LocatedRow]) -> RowChunk:
-    return convert_rows(_load_cached_tokenizer(model, policy.model_revision, policy.chat_template), row_spec, rows)
+def _convert_in_worker(
+    model: str, policy_config: PolicyConfig, row_spec: RecordSpec, rows: list[LocatedRow]
+) -> RowChunk:
+    return convert_rows(
+        _load_cached_tokenizer(model, policy_config.model_revision, policy_config.chat_template), row_spec, rows
+    )
 
 
 def _load_tokenizer(model: str, policy_config: PolicyConfig) -> PreTrainedTokenizerBase:

@@ -170,9 +170,9 @@ def _open_split(path: Path, split: str, config_key: str, declared_files: _FilesB
     start_row, end_row, _ = slice(*slice_bounds).indices(num_rows)
     selected_readers, row_offset = [], 0
     for reader in readers:
-        start_in_reader, end_in_reader = max(start_row - row_offset, 0), min(end_row - row_offset, reader.num_rows)
-        if start_in_reader < end_in_reader:
-            selected_readers.append(reader.select(start_in_reader, end_in_reader))
+        reader_start_row, reader_end_row = max(start_row - row_offset, 0), min(end_row - row_offset, reader.num_rows)
+        if reader_start_row < reader_end_row:
+            selected_readers.append(reader.select(reader_start_row, reader_end_row))
         row_offset += reader.num_rows
     if not selected_readers:
         raise DataError(f"{config_key}.split = {split!r} names no row of {num_rows}; name others")

@@ -204,11 +204,15 @@ def _verify_quantized_model(
     divergence_arguments = (plan.is_loaded_by_vllm, rows, reference_folder)
     if not reference_folder.exists():
         _run_in_fresh_interpreter(stage, divergence.save_logprobs, unquantized_folder, *divergence_arguments)
-    result: divergence.Divergence = _run_in_fresh_interpreter(
+    divergence_result: divergence.Divergence = _run_in_fresh_interpreter(
         stage, divergence.measure_divergence, quantized_folder, *divergence_arguments
     )
     metric_prefix = f"export/{plan.format_name}/"
-    metrics = {"kl": result.kl, "kl_stderr": result.standard_error, "same_top_token": result.top_token_agreement}
+    metrics = {
+        "kl": divergence_result.kl,
+        "kl_stderr": divergence_result.standard_error,
+        "same_top_token": divergence_result.top_token_agreement,
+    }
     metrics["proven"] = float(not plan.unsupported_reason)
     benchmark_result = _find_benchmarks(stage)
     if benchmark_result is not None and plan.is_loaded_by_vllm:
@@ -219,7 +223,9 @@ def _verify_quantized_model(
             metrics[name] = score
             if not name.endswith("_stderr"):
                 metrics[f"lost/{name.removeprefix(_BENCHMARK_PREFIX)}"] = benchmark_result["metrics"][name] - score
-    return Outcome((), {metric_prefix + name: value for name, value in metrics.items()}, {"tokens": result.num_tokens})
+    return Outcome(
+        (), {metric_prefix + name: value for name, value in metrics.items()}, {"tokens": divergence_result.num_tokens}
+    )
 
 
 def _run_in_fresh_interpreter(
