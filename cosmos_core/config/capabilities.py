@@ -219,13 +219,13 @@ def _referenced_output_errors(pipeline: Pipeline, stage: StageConfig) -> Iterato
                 yield f"checkpoint = {stage.checkpoint!r}: stage {training_name!r} {reason}; {remedy}"
     if stage_kind.table == "merge":
         merge_weights, base_stage_name = recipe.merge.weights, referenced_stage(stage.model)
-        merged_names = [name for name in stage.after if name != base_stage_name]
-        merged_names = [name for name in merged_names if _may_produce_output(pipeline, name, "model")]
-        min_num_models = sum(bool(pipeline.stage_kind(pipeline.stage(name)).entry) for name in merged_names)
-        has_weight_count = not merge_weights or min_num_models <= len(merge_weights) <= len(merged_names)
-        if len(merged_names) < 2 or not has_weight_count:
+        merged_stage_names = [name for name in stage.after if name != base_stage_name]
+        merged_stage_names = [name for name in merged_stage_names if _may_produce_output(pipeline, name, "model")]
+        min_num_models = sum(bool(pipeline.stage_kind(pipeline.stage(name)).entry) for name in merged_stage_names)
+        has_weight_count = not merge_weights or min_num_models <= len(merge_weights) <= len(merged_stage_names)
+        if len(merged_stage_names) < 2 or not has_weight_count:
             yield (
-                f"after = {list(stage.after)} names {len(merged_names)} models to merge, and merge.weights = "
+                f"after = {list(stage.after)} names {len(merged_stage_names)} models to merge, and merge.weights = "
                 f"{list(merge_weights)}; name at least two, and a weight for each or none"
             )
 

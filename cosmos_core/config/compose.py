@@ -264,11 +264,11 @@ def _default_stage_entries(recipe: Recipe, kinds: StageKinds) -> list[Mapping[st
     kind."""
     prepare_kind = _find_stage_kind(kinds, makes="data")
     training_kind = _find_stage_kind(kinds, feed=_find_feed(recipe))
-    rows_table: TomlTable = {"data": f"{STAGE_PREFIX}{prepare_kind}"}
+    data_key: TomlTable = {"data": f"{STAGE_PREFIX}{prepare_kind}"}
     model_settings = {"after": (training_kind,), "model": f"{STAGE_PREFIX}{training_kind}"}
-    settings_by_kind: dict[str, TomlTable] = {prepare_kind: {}, training_kind: {"after": (prepare_kind,)} | rows_table}
+    settings_by_kind: dict[str, TomlTable] = {prepare_kind: {}, training_kind: {"after": (prepare_kind,)} | data_key}
     if recipe.validation.enable:
-        settings_by_kind[_find_stage_kind(kinds, makes="metrics", reads_data="prepared")] = model_settings | rows_table
+        settings_by_kind[_find_stage_kind(kinds, makes="metrics", reads_data="prepared")] = model_settings | data_key
     if recipe.train.ckpt.export_safetensors:
         export_kind = _find_stage_kind(kinds, makes="model", feed="", selects_branch=False, required_keys={})
         settings_by_kind[export_kind] = model_settings

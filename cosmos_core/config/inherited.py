@@ -48,12 +48,12 @@ def collect_chat_templates(pipeline: Pipeline) -> dict[str, str | None]:
     """Return the chat template of the model of each stage, by stage name: `policy.chat_template` of the stage's recipe
     or, if that sets none, the template of the stage that made the model, because the exported model contains this
     template. None: no recipe sets a template."""
-    templates: dict[str, str | None] = {}
+    chat_templates: dict[str, str | None] = {}
     for stage in pipeline.stages:
         own_template = pipeline.recipes[stage.name].policy.chat_template
-        inherited_template = templates.get(_find_source_stage(pipeline, stage))
-        templates[stage.name] = inherited_template if own_template is None else own_template
-    return templates
+        inherited_template = chat_templates.get(_find_source_stage(pipeline, stage))
+        chat_templates[stage.name] = inherited_template if own_template is None else own_template
+    return chat_templates
 
 
 def _find_source_stage(pipeline: Pipeline, stage: StageConfig) -> str:
@@ -61,8 +61,8 @@ def _find_source_stage(pipeline: Pipeline, stage: StageConfig) -> str:
     stage. For a merge, it is the stage of the first merged model; the base model of a merge is not one of its merged
     models."""
     if pipeline.stage_kind(stage).merges_models:
-        merged_names = tuple(name for name in stage.after if name != referenced_stage(stage.model))
-        stage = stage.model_copy(update={"model": "", "after": merged_names})
+        merged_stage_names = tuple(name for name in stage.after if name != referenced_stage(stage.model))
+        stage = stage.model_copy(update={"model": "", "after": merged_stage_names})
     return referenced_stage(pipeline.initial_model(stage)) or ""
 
 

@@ -225,8 +225,8 @@ def _rename_references(stage_or_recipe: TableT, copy_name_by_original: Mapping[s
     copies."""
 
     def rename_reference(_reference_kind: ReferenceKind, reference: str) -> str:
-        copy_name = copy_name_by_original.get(referenced_stage(reference) or "")
-        return f"{STAGE_PREFIX}{copy_name}" if copy_name else reference
+        name_of_copy = copy_name_by_original.get(referenced_stage(reference) or "")
+        return f"{STAGE_PREFIX}{name_of_copy}" if name_of_copy else reference
 
     return convert_references(stage_or_recipe, rename_reference)
 

@@ -43,9 +43,9 @@ def open_benchmarks(config: EvaluateConfig) -> Benchmarks:
     loaded_by_name = {name: _load_tasks(task_manager, name) for name in task_names}
     tasks = {name: task for each in loaded_by_name.values() for name, task in each["tasks"].items()}
     # Leave out what a group contains that is named as well, because lm-eval refuses to run a task twice.
-    groups = {name: each for name, each in loaded_by_name.items() if name in each["groups"]}
+    loaded_groups = {name: each for name, each in loaded_by_name.items() if name in each["groups"]}
     names_in_groups = {
-        member for name, each in groups.items() for member in (*each["tasks"], *each["groups"]) if member != name
+        member for name, each in loaded_groups.items() for member in (*each["tasks"], *each["groups"]) if member != name
     }
     task_names = [name for name in task_names if name not in names_in_groups]
     for name, task in tasks.items():
@@ -64,10 +64,10 @@ def _open_task_manager(config: EvaluateConfig) -> TaskManager:
     """Return lm-eval's task manager. The manager reads the tasks built into lm-eval only if the recipe names one of
     them, because this takes half a minute."""
     if config.include_path:
-        user_manager = TaskManager(include_path=config.include_path, include_defaults=False)
-        tasks = {name for name, entry in user_manager.task_index.items() if entry.kind in {Kind.TASK, Kind.PY_TASK}}
+        task_manager = TaskManager(include_path=config.include_path, include_defaults=False)
+        tasks = {name for name, entry in task_manager.task_index.items() if entry.kind in {Kind.TASK, Kind.PY_TASK}}
         if tasks.issuperset(config.tasks):
-            return user_manager
+            return task_manager
     return TaskManager(include_path=config.include_path or None)
 
 

@@ -92,8 +92,9 @@ class EndpointClient:
         # Replace lone surrogates, which tokenizers refuse.
         is_finished = getattr(choice, "finish_reason", None) in {"stop", "tool_calls"}
         reply_text = _make_reply_text(message, is_finished=is_finished).encode(errors="replace").decode()
-        ids = tuple(self._tokenizer(reply_text, add_special_tokens=False)["input_ids"])
-        segment = Segment(ids, True, (0.0,) * len(ids), 0)  # placeholder log-probabilities: servers may return none
+        token_ids = tuple(self._tokenizer(reply_text, add_special_tokens=False)["input_ids"])
+        # Use placeholder log-probabilities, because servers may return none.
+        segment = Segment(token_ids, True, (0.0,) * len(token_ids), 0)
         return Completion((segment,), "stop" if is_finished else "length", reply_text)
 
 

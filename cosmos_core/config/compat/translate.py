@@ -48,10 +48,10 @@ def with_current_keys(config_values: TomlTable, error_prefix: str, notices: list
         new_table, new_key_name = find_parent_table(config_values, new_key, should_create=True)
         new_value = new_table.get(new_key_name, old_value)
         if new_value not in (old_value, None):
-            old_text, new_text = f"{old_key} = {shorten_value(old_value)}", shorten_value(new_value)
-            conflict_text = f"{old_text} is today's {new_key}, which says {new_text}"
+            old_text, new_value_text = f"{old_key} = {shorten_value(old_value)}", shorten_value(new_value)
+            conflict_text = f"{old_text} is today's {new_key}, which says {new_value_text}"
             if other_old_key := old_key_by_new_key.get(new_key):
-                conflict_text = f"{other_old_key} = {new_text} and {old_text} are both today's {new_key}"
+                conflict_text = f"{other_old_key} = {new_value_text} and {old_text} are both today's {new_key}"
             raise ConfigError(f"{error_prefix}: {conflict_text}; keep one of them")
         new_table[new_key_name], old_key_by_new_key[new_key] = old_value, old_key
         notices.append(f"{old_key} is today's {new_key}")
@@ -91,8 +91,8 @@ def _rename_key(config_values: TomlTable, old_key: str, new_key: str, notices: l
     if new_table.setdefault(new_key_name, old_value) == old_value:
         notices.append(f"{old_key} is today's {new_key}")
     else:
-        old_text, new_text = shorten_value(old_value), shorten_value(new_table[new_key_name])
-        notices.append(f"{old_key} = {old_text} is ignored: today's {new_key} says {new_text}")
+        old_value_text, new_value_text = shorten_value(old_value), shorten_value(new_table[new_key_name])
+        notices.append(f"{old_key} = {old_value_text} is ignored: today's {new_key} says {new_value_text}")
 
 
 def _keep_applicable_batch_size(config_values: TomlTable, notices: list[str]) -> None:

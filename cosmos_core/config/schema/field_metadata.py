@@ -69,8 +69,8 @@ def class_choices(package_folder: str, suffix: str) -> SupportedValues:
     names of the built-in classes in a folder of this package (see `registry.list_defined_names`), without their
     `suffix`."""
     names = tuple(list_defined_names(package_folder, suffix))
-    advice = "take one of them, or a class of your own, path/file.py:Class"
-    return SupportedValues(names, f"this version has {', '.join(map(repr, names))}; {advice}", takes_import_paths=True)
+    remedy = "take one of them, or a class of your own, path/file.py:Class"
+    return SupportedValues(names, f"this version has {', '.join(map(repr, names))}; {remedy}", takes_import_paths=True)
 
 
 @dataclass(frozen=True)

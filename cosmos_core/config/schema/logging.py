@@ -47,8 +47,8 @@ class LoggingConfig(Table):
     @classmethod
     def _check_sinks(cls, sink_names: tuple[str, ...]) -> tuple[str, ...]:
         known_sinks = (CONSOLE_SINK, *list_defined_names(SINKS_FOLDER, "Sink"))
-        normalised_names = tuple(name if is_import_path(name) else name.lower() for name in sink_names)
-        for name in normalised_names:
+        canonical_names = tuple(name if is_import_path(name) else name.lower() for name in sink_names)
+        for name in canonical_names:
             if name not in known_sinks and not is_import_path(name):
                 raise ValueError(f"logger {name!r} is not known; known: {', '.join(known_sinks)}")
-        return normalised_names
+        return canonical_names
