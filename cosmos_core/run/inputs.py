@@ -34,6 +34,8 @@ GENERATOR_PACKAGE = "reasoning-gym"
 _NEAR_DUPLICATES_KEY = "train.train_policy.clean.near_duplicates"
 _PACKAGE_REQUIRING_KEYS = ("evaluate.tasks", "sample.endpoint", _NEAR_DUPLICATES_KEY)
 """Recipe keys that require an optional package, but only in stages of a kind that reads the key."""
+_ADAPTER_SETTINGS_FILES = ("adapter_config.json", "model.safetensors", "pytorch_lora_weights.safetensors")
+"""Files with the settings of an adapter: that of PEFT, or the weights of a diffusion model's adapter."""
 _EXTRA_BY_PACKAGE = {"datasketch": "clean", "lm-eval": "eval", "mlflow-skinny": "mlflow"}
 """Extra of this project that installs an optional package, if its name differs from the name of the package."""
 
@@ -94,7 +96,7 @@ def _check_files(stage_input: StageInput, local_path: Path) -> None:
             raise ModelError(f"{setting_text}: no such folder; give a Hugging Face model folder or a Hub id")
         case "weights" if not (stage_input.location.endswith(WEIGHTS_SUFFIXES) and os.path.isfile(local_path)):
             raise ModelError(f"{setting_text}: no .safetensors file, and no folder with one")
-        case "adapter" if not os.path.isfile(local_path / "adapter_config.json"):
+        case "adapter" if not any(os.path.isfile(local_path / name) for name in _ADAPTER_SETTINGS_FILES):
             raise ModelError(f"{setting_text}: no adapter; give a folder with adapter_config.json")
         case "resume":
             _check_checkpoint(stage_input.key, local_path.parent)

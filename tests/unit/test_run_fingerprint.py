@@ -354,6 +354,8 @@ def test_an_adapter_to_go_on_with_counts_by_its_content_and_has_to_be_there(fold
         ModelError, match=r"lora_path = '.*second': no adapter; give a folder with adapter_config\.json"
     ):
         check_inputs(load_recipe(folder, f"policy.lora.lora_path='{second}'"))
+    (second / "adapter_model.safetensors").rename(second / "model.safetensors")  # the export of a diffusion model
+    check_inputs(load_recipe(folder, f"policy.lora.lora_path='{second}'"))
 
 
 @pytest.mark.parametrize("key", ["train.train_policy.trainer_type", *full("rollout.backend")])
