@@ -519,7 +519,7 @@ def with_paths_of_other_folders(config_values: Any, config_folders: Sequence[Pat
     """Return `config_values`, the merged values of configuration files, with an absolute path in place of each relative
     path that exists neither in the current folder nor in the first of `config_folders`, but in a later one. Only paths
     that the resolved `pipeline` of these files contains are replaced."""
-    find_nearby, find_anywhere = (
+    find_in_first_folders, find_in_all_folders = (
         partial(_convert_reference, partial(_absolute_path, folders), ReferenceKind.PATH)
         for folders in ((Path.cwd(), config_folders[0]), config_folders)
     )
@@ -530,9 +530,9 @@ def with_paths_of_other_folders(config_values: Any, config_folders: Sequence[Pat
             return {convert(key): convert(nested_value) for key, nested_value in value.items()}
         if isinstance(value, list):
             return list(map(convert, value))
-        if not isinstance(value, str) or find_nearby(value) != value:
+        if not isinstance(value, str) or find_in_first_folders(value) != value:
             return value
-        return path if repr(path := find_anywhere(value))[1:-1] in resolved_text else value
+        return path if repr(path := find_in_all_folders(value))[1:-1] in resolved_text else value
 
     return convert(config_values)
 

@@ -63,8 +63,10 @@ def all_keys() -> tuple[KeyDescription, ...]:
     """Return the description of every key of a recipe, then of `[pipeline]`, in the order of the schema."""
     fields = [*all_fields(Recipe), *all_fields(PipelineConfig, "pipeline.")]
     status_by_table = {name: support_status(field) for name, _, field in fields if find_table_classes(field.annotation)}
-    keys = {(name, table): _describe_field(name, table, field, status_by_table) for name, table, field in fields}
-    return tuple(keys.values())
+    descriptions = {
+        (name, table): _describe_field(name, table, field, status_by_table) for name, table, field in fields
+    }
+    return tuple(descriptions.values())
 
 
 def find_key(name: str) -> list[KeyDescription]:

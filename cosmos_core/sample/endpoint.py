@@ -102,9 +102,13 @@ def _make_reply_text(message: Any, *, is_finished: bool) -> str:
     """Return the text of a reply together with what servers return in separate fields: the model's thoughts, which are
     put before the text in the tags of Qwen3, and the tool calls, which follow the text in Hermes' format."""
     thoughts = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
-    calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls or ()]
-    texts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in decode_arguments(calls)]
-    reply_text = "\n".join(filter(None, [message.content, *texts]))
+    tool_calls = [
+        {"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls or ()
+    ]
+    call_texts = [
+        f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in decode_arguments(tool_calls)
+    ]
+    reply_text = "\n".join(filter(None, [message.content, *call_texts]))
     if not thoughts:
         return reply_text
     # If the reply was cut off within the thoughts, leave their tag open, as the model itself would.
