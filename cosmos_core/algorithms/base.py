@@ -149,15 +149,15 @@ class Algorithm:
         """Return metrics of held-out samples: loss in nats per token, perplexity, and top-1 accuracy of the tokens.
         `chunks`: lists of samples that are evaluated together; `size`: number of samples in a forward pass."""
         loss_sum, num_correct_tokens, num_tokens = 0.0, 0.0, 0
-        sums_by_source: dict[str, tuple[float, int]] = {}
+        sums_by_dataset: dict[str, tuple[float, int]] = {}
         for samples in chunks:
             outputs = view.evaluate(samples, RequestedOutputs(is_argmax=True), size=size)
             losses = [-row["logprobs"].sum(dtype=torch.float64).item() for row in outputs]
             loss_sum += sum(losses)
             for sample, sample_loss in zip(samples, losses, strict=True):
                 if source := getattr(sample, "source", ""):
-                    source_loss, token_count = sums_by_source.get(source, (0.0, 0))
-                    sums_by_source[source] = source_loss + sample_loss, token_count + sample.num_learned
+                    dataset_loss, token_count = sums_by_dataset.get(source, (0.0, 0))
+                    sums_by_dataset[source] = dataset_loss + sample_loss, token_count + sample.num_learned
             num_correct_tokens += sum(row["is_argmax"].sum().item() for row in outputs)
             num_tokens += sum(sample.num_learned for sample in samples)
         loss = loss_sum / max(1, num_tokens)
@@ -166,7 +166,7 @@ class Algorithm:
             "perplexity": math.exp(min(loss, 700.0)),
             "token_accuracy": num_correct_tokens / max(1, num_tokens),
             "tokens": float(num_tokens),
-            **{f"loss/{source}": total / max(1, count) for source, (total, count) in sums_by_source.items()},
+            **{f"loss/{source}": total / max(1, count) for source, (total, count) in sums_by_dataset.items()},
         }
 
     def state_dict(self) -> dict[str, Any]:

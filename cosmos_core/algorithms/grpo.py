@@ -229,9 +229,9 @@ class Grpo(Algorithm):
 
     def _has_constant_gradient(self, inputs: _UpdateInputs) -> bool:
         policy_settings = self._policy_settings
-        nonlinear_terms = (inputs.old_logprobs, inputs.reference_logprobs, inputs.teacher_logprobs, inputs.weight_rule,
+        nonlinear_inputs = (inputs.old_logprobs, inputs.reference_logprobs, inputs.teacher_logprobs, inputs.weight_rule,
                            policy_settings.off_policy_masking_delta, policy_settings.entropy_coeff or None)  # fmt: skip
-        return all(loss_term is None for loss_term in nonlinear_terms) and policy_settings.objective != "aipo"
+        return all(loss_term is None for loss_term in nonlinear_inputs) and policy_settings.objective != "aipo"
 
     def _policy_loss(
         self, micro_batch: MicroBatch, inputs: _UpdateInputs, logprobs: _MicroBatchLogprobs

@@ -329,6 +329,6 @@ class BenchmarkIndex:
         is_word_shared = np.zeros(len(benchmark_words) + 1, dtype=bool)
         for i in range(len(benchmark_words) - ngram_size + 1):
             is_word_shared[i : i + ngram_size] |= tuple(benchmark_words[i : i + ngram_size]) in turn_ngrams
-        common_spans = np.flatnonzero(np.diff(is_word_shared, prepend=False)).reshape(-1, 2).tolist()
-        passage_start, passage_end = max(common_spans, key=lambda span: span[1] - span[0], default=(0, 0))
+        shared_word_spans = np.flatnonzero(np.diff(is_word_shared, prepend=False)).reshape(-1, 2).tolist()
+        passage_start, passage_end = max(shared_word_spans, key=lambda span: span[1] - span[0], default=(0, 0))
         return float(is_word_shared.sum() / len(benchmark_words)), benchmark_words[passage_start:passage_end]

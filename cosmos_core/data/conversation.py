@@ -51,10 +51,10 @@ def tokenise_prompt_and_completion(
     of the completion and for the end token. Raise DataError if a token crosses the border and the tokenizer
     has no character offsets."""
     text = prompt + completion
-    all_ids, _ = _tokenise_plain_text(tokenizer, text)
+    token_ids, _ = _tokenise_plain_text(tokenizer, text)
     text_ids, text_mask = _tokenise_with_loss_mask(tokenizer, text, [(len(prompt), len(text))], location)
-    num_leading_tokens = next(i for i in range(len(all_ids)) if all_ids[i : i + len(text_ids)] == text_ids)
-    return all_ids, [0] * num_leading_tokens + text_mask + [1] * (len(all_ids) - num_leading_tokens - len(text_ids))
+    num_leading_tokens = next(i for i in range(len(token_ids)) if token_ids[i : i + len(text_ids)] == text_ids)
+    return token_ids, [0] * num_leading_tokens + text_mask + [1] * (len(token_ids) - num_leading_tokens - len(text_ids))
 
 
 def truncate_tokens(tokens: tuple[list[int], list[int]], max_length: int, location: str) -> tuple[list[int], list[int]]:

@@ -55,16 +55,16 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
     turn_part_lists = [turn["content"] for turn in turns if isinstance(turn["content"], list)]
     if column_images and not any(part["type"] == "image" for content in turn_part_lists for part in content):
         turns = _insert_images(turns, len(column_images), location)
-    images_of_column: Iterator[Any] = iter(column_images)
+    unused_images: Iterator[Any] = iter(column_images)
     image_sources: list[Any] = []
     turns_with_placeholders = []
     for turn in turns:
         content = turn["content"]
         if isinstance(content, list):
-            image_sources += [_take_image_source(part, images_of_column) for part in content if part["type"] == "image"]
+            image_sources += [_take_image_source(part, unused_images) for part in content if part["type"] == "image"]
             content = [_IMAGE_PLACEHOLDER if part["type"] == "image" else part for part in content]
         turns_with_placeholders.append({**turn, "content": content})
-    num_missing_images, unshown_images = sum(source is None for source in image_sources), list(images_of_column)
+    num_missing_images, unshown_images = sum(source is None for source in image_sources), list(unused_images)
     are_duplicates = all(isinstance(each, str | dict) for each in unshown_images) and unshown_images == image_sources
     # Images of the column that no turn shows are an error, unless the column only repeats the images in the turns.
     if num_missing_images or (unshown_images and not are_duplicates):

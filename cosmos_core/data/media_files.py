@@ -216,8 +216,8 @@ def _make_item_from_members(path: Path, members_by_suffix: dict[str, tarfile.Tar
         f".{suffix}": MediaContent(f".{suffix}" in VIDEO_SUFFIXES, path, member.offset_data, member.size)
         for suffix, member in members_by_suffix.items()
     }
-    contents = [content for suffix, content in content_by_suffix.items() if suffix in MEDIA_SUFFIXES]
-    content = max(contents, key=lambda content: for_clips and content.is_video, default=None)
+    media_contents = [content for suffix, content in content_by_suffix.items() if suffix in MEDIA_SUFFIXES]
+    content = max(media_contents, key=lambda content: for_clips and content.is_video, default=None)
     try:
         json_value = json.loads(content_by_suffix[".json"].read()) if ".json" in content_by_suffix else {}
         caption_suffix = next((suffix for suffix in CAPTION_SUFFIXES if suffix in content_by_suffix), None)

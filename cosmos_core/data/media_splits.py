@@ -87,9 +87,9 @@ class MediaSplit(NamedTuple):
 def make_frame_settings(recipe: Recipe, dataset: DatasetConfig, encoders: Encoders) -> FrameSettings:
     """Return the settings for decoding media to pixels; raise ConfigError for an unsupported number of frames."""
     model, config = encoders.model, recipe.policy.diffusers
-    num_frames, frame_multiple = config.train_frames if model.is_video else 0, model.pixels_per_latent[0]
-    if model.is_video and (num_frames - 1) % frame_multiple:
-        problem = f"policy.diffusers.train_frames = {num_frames} must be 1 more than a multiple of {frame_multiple}"
+    num_frames, frames_per_latent = config.train_frames if model.is_video else 0, model.pixels_per_latent[0]
+    if model.is_video and (num_frames - 1) % frames_per_latent:
+        problem = f"policy.diffusers.train_frames = {num_frames} must be 1 more than a multiple of {frames_per_latent}"
         raise ConfigError(problem)
     has_buckets = dataset.aspect_ratio_buckets
     return FrameSettings(config.inference_size, num_frames, model.size_multiple, has_buckets, dataset.frame_sampling)

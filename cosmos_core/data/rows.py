@@ -50,7 +50,7 @@ _FilesBySplit = dict[str, list[Path]]
 """Files of each split that the README.md of a data set declares; if empty, the names of files determine the splits."""
 _DATASET_INFO_FILES = ("dataset_info.json", "dataset_infos.json")
 """Names of JSON files that describe a data set; they are in the folders of data files, but have no rows."""
-_UNREAD_SUFFIXES = (".zst", ".zstd", ".lz4", ".zip")
+_UNSUPPORTED_SUFFIXES = (".zst", ".zstd", ".lz4", ".zip")
 HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 
 
@@ -259,7 +259,7 @@ def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
     _check_file_names(split_files, config_key)
     _warn_of_missing_files(split_files, config_key)
     for file in split_files[0].parent.iterdir():
-        if file.suffix in _UNREAD_SUFFIXES and data_suffix(file.stem):
+        if file.suffix in _UNSUPPORTED_SUFFIXES and data_suffix(file.stem):
             remedy = "only .gz, .bz2 and .xz are decompressed; decompress it"
             logger.warning("%s.name: %s in %s is not read: %s", config_key, file.name, file.parent, remedy)
     return split_files
