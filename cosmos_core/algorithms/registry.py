@@ -35,8 +35,9 @@ def algorithm_class(config: AlgorithmConfig) -> type[Algorithm]:
 
 
 def make_algorithm(recipe: Recipe, sampling: Sampling | None = None) -> Algorithm:
-    """Return the algorithm that `train.train_policy.trainer_type` names, with its settings; see `algorithm_class`.
-    `sampling`: sampling settings of the completions to train on; None: the training has no rollouts."""
+    """Return the algorithm that `train.train_policy.trainer_type` names, with its settings. Raise ConfigError if a
+    user-defined algorithm cannot be used. `sampling`: sampling settings of the completions to train on; None: the
+    training has no rollouts."""
     algorithm_config = recipe.train.train_policy
     algorithm = algorithm_class(algorithm_config)(algorithm_config, recipe.custom, sampling)
     for name, value in vars(Algorithm(algorithm_config, recipe.custom, sampling)).items():

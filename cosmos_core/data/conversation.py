@@ -72,7 +72,8 @@ def render_prompt(
     renderer: TemplateRenderer, messages: list[Message], location: str, settings: PromptRendering = DEFAULT_RENDERING
 ) -> str:
     """Render the turns of a prompt with the chat template and return the text. It ends with the template's generation
-    prompt if `settings.add_generation_prompt` is set. Errors are those of `render`."""
+    prompt if `settings.add_generation_prompt` is set. Raise DataError if the template leaves out the text of a user
+    turn, and RefusedRow if it refuses the turns."""
     return render(
         renderer, messages, location, add_generation_prompt=settings.add_generation_prompt,
         tools=list(settings.tools) or None, template_kwargs=settings.template_kwargs,

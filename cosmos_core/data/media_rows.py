@@ -136,15 +136,18 @@ def find_reference_response(metadata: Mapping[str, Any], reference_key: str) -> 
 
 
 def open_media(folder: Path, split: str) -> MediaRows:
-    """Return the images or clips of a split of a prepare stage's data folder; errors are those of `open_table`."""
+    """Return the images or clips of a split of a prepare stage's data folder. Raise DataError if the file of the split
+    is missing, is damaged or has no media."""
     return MediaRows(open_table(folder, split, load_row_kind("media")), folder)
 
 
 def open_media_prompts(
     folder: Path, split: str, reference_key: str = "", clips: MediaRows | None = None
 ) -> MediaPrompts:
-    """Return the prompts of a split of a prepare stage's data folder; the prepared rows can have media too. Errors are
-    those of `open_table`. `reference_key` and `clips` are arguments of `MediaPrompts`."""
+    """Return the prompts of a split of a prepare stage's data folder; the prepared rows can have media too. Raise
+    DataError if the file of the split is missing, is damaged or has no prompts. For `reference_key` see
+    `find_reference_response`. `clips` are the clips of the same rows, for rollouts that are conditioned on first
+    frames."""
     table = open_table(folder, split, load_row_kind("media_prompts"), load_row_kind("media"))
     return MediaPrompts(table, folder, reference_key, clips)
 

@@ -181,7 +181,7 @@ class _SplitEncoder:
         self, split_name: str, split: MediaSplit, null_text: dict[str, str], data_folder: Path
     ) -> tuple[int, list[str]]:
         """Encode a split and write its prepared file. Return the number of written rows, and a reason for each row that
-        is left out. For errors see `prepare`."""
+        is left out. Raise DataError if too many rows are left out, and Preempted if a stop was requested."""
         has_latents = encodes_media(self._stage, split_name, split)
         with self._encoders.model.component_offload.keep_on_device():
             encoded_texts = self._encode_items(split, is_media=False, data_folder=data_folder)

@@ -272,8 +272,8 @@ def convert_turns(convert_fn: Callable[[list[Message]], T], turns: list[Message]
 def make_text_record(
     row_spec: RecordSpec, tokens: _IdsAndMask, location: str, *, has_merged_turns: bool = False, **counts: int
 ) -> Record:
-    """Return the record to store for one tokenised sequence, cut to the maximum length; errors are those of
-    `truncate_tokens`."""
+    """Return the record to store for one tokenised sequence, cut to the maximum length. Raise SkippedRow if no token to
+    learn is left."""
     counts["truncated_rows"] = int(len(tokens[0]) > row_spec.max_tokens)
     ids_and_mask = truncate_tokens(tokens, row_spec.max_tokens, location)
     image_cells: list[list[ImageFields]] = [] if row_spec.image_root is None else [[]]

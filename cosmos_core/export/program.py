@@ -24,7 +24,7 @@ def check(stage: Stage) -> Outcome:
 
 
 def run(stage: Stage) -> Outcome:
-    """Export the model of a stage; see `checkpoint.export` and `formats` for errors."""
+    """Export the model of a stage, and its quantised formats if the recipe names any."""
     return (_import_formats_module() if stage.recipe.export.quantized_formats else export).run(stage)
 
 

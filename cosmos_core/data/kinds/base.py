@@ -131,18 +131,21 @@ class RowKind(ABC):
         """Run a `prepare` stage: convert the rows of its data sets to prepared files."""
 
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> PreparedRows:
-        """Open the prepared rows of a split for training; errors are those of `open_table`. `folder` is the data folder
-        of a `prepare` stage. `adapter` is the model's adapter, which only rows of diffusion models need."""
+        """Open the prepared rows of a split for training. `folder` is the data folder of a `prepare` stage. `adapter`
+        is the model's adapter, which only rows of diffusion models need. Raise DataError if the file of the split is
+        missing, is damaged or has rows of another kind."""
         raise NotImplementedError(f"{self.name} are not learned")
 
     def open_prompts(
         self, folder: Path, split: str, algorithm: AlgorithmConfig, model: PolicyConfig
     ) -> Sequence[Prompt]:
-        """Open the prepared rows of a split as prompts to complete; errors are those of `open_table`."""
+        """Open the prepared rows of a split as prompts to complete. Raise DataError if the file of the split is
+        missing, is damaged or has rows of another kind."""
         raise NotImplementedError(f"{self.name} are not completed")
 
     def open_held_out(self, folder: Path, algorithm: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
-        """Open the prepared held-out rows, which must be of this kind; errors are those of `open_table`."""
+        """Open the prepared held-out rows. Raise DataError if their file is missing, is damaged or has rows of another
+        kind."""
         return HeldOutSet(self.open(folder, VALIDATION_SPLIT, model, adapter), None)
 
 
@@ -180,7 +183,8 @@ class TokenisedKind(RowKind):
 
     @abstractmethod
     def make_record(self, tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, row: Row, location: str) -> Record:
-        """Tokenise a row of a data set; return the record to store in the prepared file. Errors are those of `read`."""
+        """Tokenise a row of a data set; return the record to store in the prepared file. Raise DataError for a row that
+        cannot be read, and SkippedRow for a row without content to learn or complete."""
 
     def omits_response(self, row: Row, column: str) -> bool:
         """Return whether training on the text in `column` leaves out a response in another column."""

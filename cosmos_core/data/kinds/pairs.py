@@ -69,7 +69,7 @@ class PreferencePairs(PreparedRows):
 
 
 def open_pairs(folder: Path, split: str) -> PreferencePairs:
-    """Return the memory-mapped pairs of a split; errors are those of `open_table`."""
+    """Return the memory-mapped pairs of a split. Raise DataError if its file is missing, is damaged or has no pairs."""
     return PreferencePairs(open_table(folder, split, load_row_kind("pairs")), get_split_path(folder, split))
 
 

@@ -70,7 +70,8 @@ class Prompts(IndexedSequence[Prompt]):
 
 
 def open_prompts(folder: Path, split: str) -> Prompts:
-    """Return the memory-mapped prompts of a split; errors are those of `open_table`."""
+    """Return the memory-mapped prompts of a split. Raise DataError if its file is missing, is damaged or has no
+    prompts."""
     return Prompts(open_table(folder, split, load_row_kind("prompts")), read_mixture(get_split_path(folder, split)))
 
 

@@ -74,7 +74,8 @@ class Sequences(PreparedRows):
 
 
 def open_sequences(folder: Path, split: str) -> Sequences:
-    """Return the memory-mapped sequences of a split; errors are those of `open_table`."""
+    """Return the memory-mapped sequences of a split. Raise DataError if its file is missing, is damaged or has no
+    sequences."""
     return Sequences(open_table(folder, split, load_row_kind("sequences")), get_split_path(folder, split))
 
 
