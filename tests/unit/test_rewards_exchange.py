@@ -156,6 +156,13 @@ def test_the_last_status_is_in_the_reason() -> None:
     assert score.error.startswith("no score of 'mean' after 0.6 s; the last response: status 502: no upstream")
 
 
+def test_a_page_of_a_proxy_in_place_of_scores_costs_no_retry() -> None:
+    pages = [reply(message="log in")] * 4
+    with serving(on_pull=lambda sent: pages.pop() if pages else None) as server:
+        assert RemoteRewards(config(timeout_seconds=20.0), server.service).score(images(1))[0].value == 0.0
+    assert len(server.enqueued) == 1 and not pages
+
+
 def test_a_response_that_drips_ends_at_the_deadline() -> None:
     with raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\n", drips=True) as found:
         [score] = RemoteRewards(config(timeout_seconds=1.0), found).score(images(1))
@@ -166,7 +173,7 @@ def test_a_response_that_drips_ends_at_the_deadline() -> None:
     ("response", "reason"),
     [
         (ok(b"no gzip", b"Content-Encoding: gzip\r\n"), "DecodingError"),
-        (ok(b"[" * 200_000), "mean: the response has no scores"),
+        (ok(b"[" * 200_000), "no score of 'mean' after 3 s; the last response: status 200: [["),
         (ok(b'{"scores": {"mean": [1' + b"0" * 400 + b"]}}"), "mean: the response has no number for it"),
         (ok(b'{"scores": {}, "error": "oops"}'), "mean: oops"),
     ],

@@ -178,7 +178,7 @@ def test_several_replicas_take_requests_and_one_that_is_gone_is_left_out() -> No
         ({"scores": {"mean": [None]}, "errors": ["the process was killed"]}, "mean: the process was killed"),
         ({"scores": {"mean": ["Good"]}}, "no number"),
         ({"scores": {"mean": [1.0, 2.0]}}, "no number"),
-        ({}, "no scores"),
+        ({"scores": {}}, "no scores"),
     ],
 )
 def test_a_response_without_a_number_is_invalid_and_never_0(said: dict[str, Any], reason: str) -> None:
