@@ -89,9 +89,9 @@ class MicroBatchRunner(Protocol):
         return max_rows
 
     def num_micro_batches(self, num_batches: int, max_rows: int) -> int:
-        """Return the number of micro-batches to run for `num_batches` micro-batches with samples. This number includes
-        the empty ones that the runner adds if a pipeline schedule requires a certain number. `max_rows` is the maximum
-        number of rows in the model at the same time."""
+        """Return the number of micro-batches that `run` needs for `num_batches` micro-batches with samples. A runner of
+        pipeline stages needs more, empty ones, because each pass of its schedule, with about `max_rows` rows, requires a
+        certain number; other runners need none."""
         return num_batches
 
     def run(

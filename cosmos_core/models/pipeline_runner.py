@@ -89,9 +89,9 @@ class PipelineRunner(MicroBatchRunner):
         return min(max_rows, self._parallelism.pp_micro_batch_size)
 
     def num_micro_batches(self, num_batches: int, max_rows: int) -> int:
-        """Return the number of micro-batches to run for `num_batches` micro-batches with samples, including empty ones:
-        torch's schedules require a number of micro-batches per pass that is divisible by the number of pipeline
-        ranks."""
+        """Return `num_batches`, the number of micro-batches with samples, plus the number of empty ones that are added.
+        They are run in passes of about `max_rows` rows, and the number of micro-batches in each pass must be divisible
+        by the number of pipeline ranks, as torch's schedules require."""
         num_pipeline_passes = self._num_pipeline_passes(num_batches, max_rows)
         return num_pipeline_passes * self._round_up_to_ranks(-(-num_batches // num_pipeline_passes))
 

@@ -34,8 +34,8 @@ def _write_request_files(run: Run, stage_names: list[str], request_file: str, re
 
 
 def request_num_engines(run: Run, num_engines: int) -> list[str]:
-    """Request a number of rollout engines from the disaggregated trainings of a run, and return their names; raise
-    ConfigError if there is no such training, or none runs."""
+    """Request that each disaggregated training of a run changes to `num_engines` rollout engines, and return the names
+    of these trainings. Raises ConfigError if there is no such training, or none runs."""
     training_names = [stage.name for stage in run.pipeline.stages if run.pipeline.stage_kind(stage).feed == "rollouts"]
     stage_names = [name for name in training_names if run.pipeline.recipes[name].num_engines]
     if not stage_names:

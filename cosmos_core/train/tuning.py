@@ -175,10 +175,10 @@ class SpeedTuning:
             self._set_chosen(SpeedSettings(*saved_settings))
 
     def choose(self, samples: list[Any]) -> tuple[list[Any], dict[str, float]]:
-        """Choose settings with the samples of the newest train step of the feed. Return these samples, divided into
-        micro-batches of the chosen size, and metrics. If settings were chosen before, do nothing. If the algorithm
-        leaves out most of the samples, postpone the choice to a later step, but only a few times. If a signal requests
-        a stop, end early without a choice; a resumed training chooses."""
+        """Choose the fastest `SpeedSettings` by trial passes over the samples of the newest train step. Return these
+        samples, divided into micro-batches of the chosen size, and metrics. If settings were chosen before, return the
+        samples unchanged. If the algorithm leaves out most of the samples, postpone the choice to a later step, but
+        only a few times. If a signal requests a stop, end early without a choice; a resumed training chooses."""
         if self.chosen is not None or not samples or len(self._row_counts) == len(self._thread_counts) == 1:
             return samples, {}
         previous_settings = self._trainer.speed_settings

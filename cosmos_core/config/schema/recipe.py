@@ -294,12 +294,12 @@ class Recipe(Table):
             raise ValueError(f"policy.lora with GRPO excludes policy.parallelism.tp_size = {mesh.tp_size}; {remedy}")
         if train_policy.datasets and self.policy.is_diffusers:
             raise ValueError("train.train_policy.datasets mixes rows of text; name one data set of media in dataset")
-        is_remote_in_validation = self.validation.use_remote_reward
-        is_remote_in_training = isinstance(train_policy, RlConfig) and train_policy.use_remote_reward
-        if is_remote_in_validation is not None and is_remote_in_validation != is_remote_in_training:
+        uses_service_in_validation = self.validation.use_remote_reward
+        uses_service_in_training = isinstance(train_policy, RlConfig) and train_policy.use_remote_reward
+        if uses_service_in_validation is not None and uses_service_in_validation != uses_service_in_training:
             raise ValueError(
-                f"validation.use_remote_reward = {str(is_remote_in_validation).lower()} must equal "
-                f"train.train_policy.use_remote_reward = {str(is_remote_in_training).lower()}; leave it out to inherit"
+                f"validation.use_remote_reward = {str(uses_service_in_validation).lower()} must equal "
+                f"train.train_policy.use_remote_reward = {str(uses_service_in_training).lower()}; leave it out to inherit"
             )
         return self
 
