@@ -25,8 +25,8 @@ def list_stages_before_publication(pipeline: Pipeline) -> list[str]:
 
 
 def compute_models_digest(run: Run) -> str:
-    """Return one digest of all models that a run publishes, except models made by stages that run after an upload, which
-    do not exist yet when a person approves. An approval is valid only for the models with this digest."""
+    """Return one digest of all models that a run publishes, except those made by stages after an upload, which do not
+    exist yet when a person approves. An approval is valid only for the models with this digest."""
     names = list_stages_before_publication(run.pipeline)
     model_references = sorted({stage.model for stage in list_publishing_stages(run.pipeline)})
     models_and_stages = [

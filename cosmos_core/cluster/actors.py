@@ -122,8 +122,8 @@ class ActorSupervisor:
         self._visible_devices = [""] * len(placements)
         untyped_remote: Any = ray.remote  # untyped, because `ray.remote` is annotated for functions only
         if shares_gpus and actor_group.processes_per_actor > 1:
-            # Ray cannot allocate fractions of several GPUs to an actor. So allocate none, and set CUDA_VISIBLE_DEVICES of
-            # each actor to the GPUs of the training ranks with which it shares them.
+            # Ray cannot allocate fractions of several GPUs to an actor. So allocate none, and set CUDA_VISIBLE_DEVICES
+            # of each actor to the GPUs of the training ranks with which it shares them.
             gpus_per_actor, gpu_options = 0.0, {"num_cpus": 0, "num_gpus": actor_group.processes_per_actor}
             read_gpu_ids = untyped_remote(**gpu_options)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
             gpu_id_refs = [read_gpu_ids.options(scheduling_strategy=each).remote() for each in placements]

@@ -90,8 +90,8 @@ class MicroBatchRunner(Protocol):
 
     def num_micro_batches(self, num_batches: int, max_rows: int) -> int:
         """Return the number of micro-batches that `run` needs for `num_batches` micro-batches with samples. A runner of
-        pipeline stages needs more, empty ones, because each pass of its schedule, with about `max_rows` rows, requires a
-        certain number; other runners need none."""
+        pipeline stages needs more, empty ones, because its schedule requires a certain number in each pass of about
+        `max_rows` rows; other runners need none."""
         return num_batches
 
     def run(
