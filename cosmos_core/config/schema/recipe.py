@@ -294,12 +294,12 @@ class Recipe(Table):
             raise ValueError(f"policy.lora with GRPO excludes policy.parallelism.tp_size = {mesh.tp_size}; {remedy}")
         if train_policy.datasets and self.policy.is_diffusers:
             raise ValueError("train.train_policy.datasets mixes rows of text; name one data set of media in dataset")
-        validates_by_service = self.validation.use_remote_reward
-        trains_by_service = isinstance(train_policy, RlConfig) and train_policy.use_remote_reward
-        if validates_by_service is not None and validates_by_service != trains_by_service:
+        validates_with_service = self.validation.use_remote_reward
+        trains_with_service = isinstance(train_policy, RlConfig) and train_policy.use_remote_reward
+        if validates_with_service is not None and validates_with_service != trains_with_service:
             raise ValueError(
-                f"validation.use_remote_reward = {str(validates_by_service).lower()} must equal "
-                f"train.train_policy.use_remote_reward = {str(trains_by_service).lower()}; leave it out to inherit"
+                f"validation.use_remote_reward = {str(validates_with_service).lower()} must equal "
+                f"train.train_policy.use_remote_reward = {str(trains_with_service).lower()}; leave it out to inherit"
             )
         return self
 
