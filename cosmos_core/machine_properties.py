@@ -74,12 +74,12 @@ def measure_machine(libraries: Sequence[str] = ()) -> MachineProperties:
 def _find_missing_compiler(*, has_gpus: bool) -> str:
     """Return a description of what is missing for compiling kernels: a C compiler for Triton on a GPU, a C++ compiler
     on a CPU, or Python.h; empty if nothing is missing."""
-    compiler_variable, compilers, language = (
+    compiler_variable, compilers, compiler_language = (
         ("CC", ("gcc", "clang"), "C") if has_gpus else ("CXX", ("g++", "clang++"), "C++")
     )
     compiler_command = os.environ.get(compiler_variable, "").split()
     if not any(shutil.which(name) for name in compiler_command[:1] or compilers):
-        return f"a {language} compiler ({' '.join(compiler_command) or compilers[0]} was not found)"
+        return f"a {compiler_language} compiler ({' '.join(compiler_command) or compilers[0]} was not found)"
     header_file = Path(sysconfig.get_path("include")) / "Python.h"
     return "" if header_file.is_file() else f"Python's headers ({header_file} was not found)"
 
@@ -161,9 +161,11 @@ def _list_visible_gpus() -> tuple[tuple[str, str], ...]:
     try:
         gpu_handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu_index) for gpu_index in range(pynvml.nvmlDeviceGetCount())]
         if visible_devices is not None:
-            visible_handles = [_find_gpu(pynvml, gpu_handles, entry.strip()) for entry in visible_devices.split(",")]
+            visible_gpu_handles = [
+                _find_gpu(pynvml, gpu_handles, entry.strip()) for entry in visible_devices.split(",")
+            ]
             # CUDA ignores the first entry that does not exist and all entries after it.
-            gpu_handles = list(takewhile(lambda gpu_handle: gpu_handle is not None, visible_handles))
+            gpu_handles = list(takewhile(lambda gpu_handle: gpu_handle is not None, visible_gpu_handles))
         return tuple((str(pynvml.nvmlDeviceGetName(gpu)), str(pynvml.nvmlDeviceGetUUID(gpu))) for gpu in gpu_handles)
     finally:
         pynvml.nvmlShutdown()
@@ -179,8 +181,10 @@ def _find_gpu(pynvml: Any, gpu_handles: Sequence[Any], device_entry: str) -> Any
             return pynvml.nvmlDeviceGetHandleByUUID(device_entry)
         except pynvml.NVMLError:
             return None
-    matching_handles = [each for each in gpu_handles if str(pynvml.nvmlDeviceGetUUID(each)).startswith(device_entry)]
-    return matching_handles[0] if device_entry and len(matching_handles) == 1 else None
+    matching_gpu_handles = [
+        each for each in gpu_handles if str(pynvml.nvmlDeviceGetUUID(each)).startswith(device_entry)
+    ]
+    return matching_gpu_handles[0] if device_entry and len(matching_gpu_handles) == 1 else None
 
 
 @cache

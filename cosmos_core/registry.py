@@ -140,12 +140,12 @@ def read_signature(import_path: str) -> inspect.Signature | None:
     module_globals: dict[str, Any] = {}
     try:
         with _AST_PARSER_LOCK:
-            nodes = [*ast.walk(module := ast.parse(code_file.read_bytes()))]
+            syntax_nodes = [*ast.walk(module := ast.parse(code_file.read_bytes()))]
     except (SyntaxError, ValueError):  # ignore an invalid file: the later import reports its error
         return None
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == function_name]
+    functions = [node for node in syntax_nodes if isinstance(node, ast.FunctionDef) and node.name == function_name]
     is_name_reassigned = any(
-        isinstance(n, ast.Name) and n.id == function_name and isinstance(n.ctx, ast.Store) for n in nodes
+        isinstance(n, ast.Name) and n.id == function_name and isinstance(n.ctx, ast.Store) for n in syntax_nodes
     )
     if len(functions) != 1 or functions[0] not in module.body or functions[0].decorator_list or is_name_reassigned:
         return None

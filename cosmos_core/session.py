@@ -135,10 +135,12 @@ def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Any]]:
         from tasks.flow_run import find_newest_flow
 
         def make_config_error(flow_error: Exception) -> ConfigError:
-            cause = flow_error.__cause__ if isinstance(flow_error, ScriptError) and flow_error.__cause__ else flow_error
-            location_text = f" ({find_error_location(cause)})" if cause is not flow_error else ""
-            error_prefix = "" if isinstance(cause, MissingFlowError) else f"{type(cause).__name__}: "
-            return ConfigError(f"{entrypoint}: {error_prefix}{cause}{location_text}")
+            original_error = (
+                flow_error.__cause__ if isinstance(flow_error, ScriptError) and flow_error.__cause__ else flow_error
+            )
+            location_text = f" ({find_error_location(original_error)})" if original_error is not flow_error else ""
+            error_prefix = "" if isinstance(original_error, MissingFlowError) else f"{type(original_error).__name__}: "
+            return ConfigError(f"{entrypoint}: {error_prefix}{original_error}{location_text}")
 
         with convert_errors(make_config_error, ()):
             # `False`: Prefect raises an error in the file instead of executing as much of the file as it can.

@@ -222,8 +222,10 @@ class Sampling:
     def is_off_policy(self) -> bool:
         """Return True if the distribution from which tokens are sampled may differ from the distribution of the policy
         that is trained on them."""
-        alters_sampling = self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1
-        return alters_sampling or self.policy_temperature not in (None, self.temperature) or self.may_use_old_weights
+        changes_distribution = self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1
+        return (
+            changes_distribution or self.policy_temperature not in (None, self.temperature) or self.may_use_old_weights
+        )
 
 
 @dataclass(frozen=True, slots=True)

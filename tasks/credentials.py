@@ -40,7 +40,7 @@ def set_credentials(pipeline: Pipeline | None) -> None:
     if not isinstance(environment_variables, dict):
         logger.warning("the Secret block %s is no object of variables and their values: it is not used", SECRET_BLOCK)
         return
-    prefixes_text = "*, ".join(_CREDENTIAL_PREFIXES)
+    joined_prefixes = "*, ".join(_CREDENTIAL_PREFIXES)
     if os.environ.keys() >= {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}:
         # A session token belongs to the keys of the block: with other keys, a store refuses it.
         environment_variables = {k: v for k, v in environment_variables.items() if k != "AWS_SESSION_TOKEN"}
@@ -48,7 +48,9 @@ def set_credentials(pipeline: Pipeline | None) -> None:
         if name.startswith(_CREDENTIAL_PREFIXES):
             os.environ.setdefault(name, str(variable_value))
         else:
-            logger.warning("the Secret block %s: %s is none of %s*: it is not used", SECRET_BLOCK, name, prefixes_text)
+            logger.warning(
+                "the Secret block %s: %s is none of %s*: it is not used", SECRET_BLOCK, name, joined_prefixes
+            )
 
 
 def set_command_credentials(pipeline: Pipeline | None) -> None:

@@ -272,9 +272,11 @@ class PythonFlowState:
             if notice not in earlier_notices:
                 get_run_logger().info("note: %s", notice)
         set_credentials(pipeline)
-        known_stages = {stage.name for stage in run.pipeline.stages} if run else set()
+        existing_stage_names = {stage.name for stage in run.pipeline.stages} if run else set()
         try:
-            check_targets(pipeline.with_stages(stage for stage in pipeline.stages if stage.name not in known_stages))
+            check_targets(
+                pipeline.with_stages(stage for stage in pipeline.stages if stage.name not in existing_stage_names)
+            )
             check_store(pipeline)
         except UploadError as error:
             raise StageNotAdded(str(error)) from error

@@ -202,8 +202,10 @@ def _run_tasks_of_call(run: Run, name: str, stage_names: Sequence[str]) -> State
         raise Cancelled("the flow run was cancelled")
     outcome_by_stage: dict[str, Any] = {}
     for stage_name in stage_names:
-        is_called = stage_name == name
-        outcome = produce_result(run, name) if is_called else make_stage_task(run, stage_name, {})(return_state=True)
+        is_called_stage = stage_name == name
+        outcome = (
+            produce_result(run, name) if is_called_stage else make_stage_task(run, stage_name, {})(return_state=True)
+        )
         if isinstance(outcome, State) and not outcome.is_completed():
             return outcome
         outcome_by_stage[stage_name] = outcome

@@ -65,13 +65,13 @@ def make_data_term(
     sampled as in SFT for each optimizer step: as many rows as a full train step has prompts.
     """
     noise_sampler, flow_rl_config = make_noise_sampler(rows, diffusers, trainer.adapter), diffusers.flow_rl
-    num_rows, seed = min(len(rows), rows_per_step(train, sampling.num_completions)), train.order_seed
+    num_rows, order_seed = min(len(rows), rows_per_step(train, sampling.num_completions)), train.order_seed
 
     def make_noised_samples(step: int, prompt_ids: Sequence[int], update_index: int) -> list[FlowSample]:
         if not flow_rl_config.use_rl_sigma_and_noise:
             row_positions = range(update_index * num_rows, (update_index + 1) * num_rows)
-            row_numbers = rows_at_positions(seed + DATA_TERM_SEED_OFFSET, row_positions, len(rows), shuffle=True)
-            noise_seeds = [derive_seed(seed, update_index, i, DATA_TERM_SEED_OFFSET) for i in row_numbers]
+            row_numbers = rows_at_positions(order_seed + DATA_TERM_SEED_OFFSET, row_positions, len(rows), shuffle=True)
+            noise_seeds = [derive_seed(order_seed, update_index, i, DATA_TERM_SEED_OFFSET) for i in row_numbers]
             return [noise_sampler.sample(rows[i], s) for i, s in zip(row_numbers, noise_seeds, strict=True)]
         adapter: Any = trainer.adapter
         assert sampling.flow is not None
@@ -83,7 +83,7 @@ def make_data_term(
         noise_levels = (noise_levels or all_noise_levels[:-1])[: 1 if flow_rl_config.data_on_first_only else None]
         noised_samples = []
         for i in prompt_ids:  # the id of a prompt is also the index of its row in `rows`
-            sample = noise_sampler.sample(rows[i], derive_seed(seed, step, i, DATA_TERM_SEED_OFFSET))
+            sample = noise_sampler.sample(rows[i], derive_seed(order_seed, step, i, DATA_TERM_SEED_OFFSET))
             noise = make_noise(sample.latents.shape, request_seed(sampling.seed, step, rows[i].row, completion_index))
             noised_samples += [replace(sample, sigma=sigma, noise=noise, weight=1.0) for sigma in noise_levels]
         return noised_samples

@@ -110,14 +110,14 @@ def estimate(
     else:
         row_stats = _read_row_statistics(train.train_policy, recipe.policy, prepared_folder)
     max_length, completion_length = recipe.policy.model_max_length, recipe.rollout.max_response_length
-    estimate_length = partial(_estimate_sequence_length, max_length, completion_length if has_rollouts else 0)
-    sequence_length = int(estimate_length(row_stats.max_length))
+    estimate_num_tokens = partial(_estimate_sequence_length, max_length, completion_length if has_rollouts else 0)
+    sequence_length = int(estimate_num_tokens(row_stats.max_length))
     max_steps, estimate_notes = train.max_num_steps, []
     if row_stats.num_rows is None:
         step_limit_text = f"at most max_num_steps = {max_steps} and what they read" if max_steps else "unknown"
         estimate_notes.append(f"steps and tokens: {step_limit_text}, because the rows are not on this machine yet")
     num_steps, num_tokens, is_steps_bound = _estimate_training_length(
-        train, recipe.policy, recipe.group_size, row_stats, estimate_length(row_stats.mean_length), prepared_folder
+        train, recipe.policy, recipe.group_size, row_stats, estimate_num_tokens(row_stats.mean_length), prepared_folder
     )
     if is_steps_bound and row_stats.num_rows is not None:
         estimate_notes.append(
@@ -194,12 +194,12 @@ def shard_memory(memory: StepMemory, train: TrainConfig, mesh: ParallelismConfig
     num_rows_in_memory = min(rows_per_pass, max_pipeline_rows) if mesh.pp_size > 1 else rows_per_pass
     num_ranks = prod((abs(mesh.dp_shard_size), mesh.cp_size, mesh.tp_size, mesh.pp_size))
     state_memory_fields = ("weights", "gradients", "optimizer", "reference", "average")
-    state_memory = {n: 0 if train.fsdp_offload else -(-getattr(memory, n) // num_ranks) for n in state_memory_fields}
+    state_bytes = {n: 0 if train.fsdp_offload else -(-getattr(memory, n) // num_ranks) for n in state_memory_fields}
     activations, activation_divisor = memory.activations, mesh.cp_size * mesh.tp_size * mesh.pp_size * rows_per_pass
     return StepMemory(
         casts=None if memory.casts is None else -(-memory.casts // num_ranks),
         activations=None if activations is None else -(-activations * num_rows_in_memory // activation_divisor),
-        **state_memory,
+        **state_bytes,
     )
 
 
@@ -314,10 +314,12 @@ def _estimate_balanced_training_length(
         tokens_per_step = algorithm.load_balanced_batches_per_optimizer_step * micro_batch_tokens(train, max_length)
         return num_steps, num_steps * tokens_per_step, True
     rows = load_row_kind(algorithm.rows).open(prepared_folder, TRAIN_SPLIT, policy_config)
-    row_lengths, step_plan = rows.token_counts(is_packed=True), plan_balanced_steps(rows, train, max_length)
-    assert step_plan is not None
-    row_indices = [i for step in range(step_plan.total_steps) for batch in step_plan.micro_batches(step) for i in batch]
-    return step_plan.total_steps, int(row_lengths[row_indices].sum()), False
+    row_lengths, batch_plan = rows.token_counts(is_packed=True), plan_balanced_steps(rows, train, max_length)
+    assert batch_plan is not None
+    row_indices = [
+        i for step in range(batch_plan.total_steps) for batch in batch_plan.micro_batches(step) for i in batch
+    ]
+    return batch_plan.total_steps, int(row_lengths[row_indices].sum()), False
 
 
 def _estimate_disk_bytes(

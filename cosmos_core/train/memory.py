@@ -99,8 +99,10 @@ def trace_step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig
         for update in iterate_updates(algorithm, samples, trainer):
             trainer.update(update)
             byte_counter.assign_memory_use("gradients", _get_gradients(model))
-        state_values = [value for state in trainer.optimizer.state.values() for value in state.values()]
-        byte_counter.assign_memory_use("optimizer", [value for value in state_values if isinstance(value, Tensor)])
+        optimizer_state_values = [value for state in trainer.optimizer.state.values() for value in state.values()]
+        byte_counter.assign_memory_use(
+            "optimizer", [value for value in optimizer_state_values if isinstance(value, Tensor)]
+        )
     return byte_counter.peak_memory()
 
 
@@ -112,7 +114,7 @@ class _LiveByteCounter(TorchDispatchMode):
         super().__init__()
         self._storage_numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._storage_sizes: list[int] = []
-        self._use_by_storage: list[str] = []
+        self._memory_use_by_storage: list[str] = []
         self._allocation_events: list[tuple[int, int]] = []
         """Allocations and releases in order of time: number of the storage, and 1 for allocated or -1 for released."""
         self._is_inside_model = False
@@ -121,7 +123,7 @@ class _LiveByteCounter(TorchDispatchMode):
         """Count the storages of `tensors`, also in events that are already recorded, for the field `memory_use` of
         `StepMemory`."""
         for tensor in tensors:
-            self._use_by_storage[self._track_storage(tensor)] = memory_use
+            self._memory_use_by_storage[self._track_storage(tensor)] = memory_use
 
     @contextmanager
     def forbid_reading_tensor_values(self, model: PreTrainedModel) -> Iterator[None]:
@@ -141,9 +143,11 @@ class _LiveByteCounter(TorchDispatchMode):
     def peak_memory(self) -> StepMemory:
         """Return the bytes of each use at the moment of peak memory. The optimizer's state counts from the start, as in
         every step but the first."""
-        sizes_and_memory_uses = zip(self._storage_sizes, self._use_by_storage, strict=True)
+        sizes_and_memory_uses = zip(self._storage_sizes, self._memory_use_by_storage, strict=True)
         optimizer_bytes = sum(size for size, memory_use in sizes_and_memory_uses if memory_use == "optimizer")
-        byte_changes = [(self._use_by_storage[i], sign * self._storage_sizes[i]) for i, sign in self._allocation_events]
+        byte_changes = [
+            (self._memory_use_by_storage[i], sign * self._storage_sizes[i]) for i, sign in self._allocation_events
+        ]
         byte_changes = [byte_change for byte_change in byte_changes if byte_change[0] != "optimizer"]
         cumulative_bytes = np.cumsum([size for _, size in byte_changes])
         bytes_by_use = dict.fromkeys(("weights", "gradients", "reference", "casts", "activations"), 0)
@@ -159,7 +163,7 @@ class _LiveByteCounter(TorchDispatchMode):
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         output = _empty_grouped_product(*args) if func is aten._grouped_mm.default else func(*args, **(kwargs or {}))
         tree_map_only(Tensor, self._track_storage, output)
-        if func is aten._to_copy.default and self._use_by_storage[self._track_storage(args[0])] == "weights":
+        if func is aten._to_copy.default and self._memory_use_by_storage[self._track_storage(args[0])] == "weights":
             self.assign_memory_use("casts", [output])
         return output
 
@@ -169,7 +173,7 @@ class _LiveByteCounter(TorchDispatchMode):
         if storage not in self._storage_numbers:
             self._storage_numbers[storage] = storage_number = len(self._storage_sizes)
             self._storage_sizes.append(storage.nbytes())
-            self._use_by_storage.append("activations")
+            self._memory_use_by_storage.append("activations")
             self._allocation_events.append((storage_number, 1))
             weakref.finalize(storage, self._allocation_events.append, (storage_number, -1)).atexit = False
         return int(self._storage_numbers[storage])

@@ -83,8 +83,8 @@ class StepProfiler:
 def _list_slowest_operators(profile: profile) -> list[dict[str, Any]]:
     """Return the operators with the longest self time in a trace, each with its milliseconds on the GPU or, without a
     GPU, on the CPU, and its share of the total time."""
-    time_attribute = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    timed_operators = [(getattr(event, time_attribute), event) for event in profile.key_averages()]
+    self_time_attribute = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    timed_operators = [(getattr(event, self_time_attribute), event) for event in profile.key_averages()]
     total_microseconds = sum(microseconds for microseconds, _ in timed_operators) or 1.0
     timed_operators.sort(key=lambda timed_event: -timed_event[0])
     return [

@@ -138,8 +138,8 @@ def _text_settings(options: CliOptions, method: TrainingMethod, hardware: Hardwa
         raise DataError(f"--data {options.data}: no rows")
     # Infer the columns from a row without nulls if there is one, because a null would count as a missing column.
     column_names = sampled_rows[0][1].keys()
-    complete_rows = (row for row in sampled_rows if all(row[1].get(name) is not None for name in column_names))
-    located_row = next(complete_rows, sampled_rows[0])
+    rows_without_nulls = (row for row in sampled_rows if all(row[1].get(name) is not None for name in column_names))
+    located_row = next(rows_without_nulls, sampled_rows[0])
     column_by_option, reason = _infer_columns(options, method, *located_row)
     yield f"{_DATASET_KEY}.name", options.data, f"--data; {len(dataset_rows):,} rows"
     yield from ((f"train.train_policy.{name}_column_name", column, reason) for name, column in column_by_option.items())

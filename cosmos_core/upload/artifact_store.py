@@ -115,8 +115,8 @@ class ArtifactStore:
         with translate_errors(self.url):
             self._content_store.fetch(entry_by_file, local_files)
         for output_record in result["outputs"]:
-            file_status = (stage_path / output_record["path"]).stat()
-            output_record.update(mtime_ns=file_status.st_mtime_ns, inode=file_status.st_ino)
+            local_file_status = (stage_path / output_record["path"]).stat()
+            output_record.update(mtime_ns=local_file_status.st_mtime_ns, inode=local_file_status.st_ino)
 
     def lease_result(self, fingerprint: str, holder: LeaseHolder, has_died: Callable[[LeaseHolder], bool]) -> Lease:
         """Return the lease that a process must hold while it makes the result of a stage with this fingerprint; see

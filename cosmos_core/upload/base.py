@@ -102,8 +102,8 @@ def _check_published_metrics(stage: StageConfig, published_record: dict[str, Any
     if published_record is None:
         return
     for condition in map(parse_condition, stage.require):
-        stage_prefix, _, metric = condition.metric.partition(".")
-        metric = metric if stage_prefix in stage.after else condition.metric
+        stage_name_prefix, _, metric = condition.metric.partition(".")
+        metric = metric if stage_name_prefix in stage.after else condition.metric
         if condition.needs_published_model and "*" not in metric and metric not in published_record.get("metrics", {}):
             raise ConfigError(f"{condition.text!r}: what is published has no {metric!r}; compare with a number")
 

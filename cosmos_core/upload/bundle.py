@@ -100,14 +100,14 @@ class ContentStore:
         self._check_cancellation()
         for target_path in target_paths:
             target_path.parent.mkdir(parents=True, exist_ok=True)
-        first_path, *other_paths = target_paths
+        first_target_path, *other_target_paths = target_paths
         local_file = local_files.get(entry.sha256)
         if local_file is not None and local_file not in target_paths and _matches_content_entry(local_file, entry):
-            copy_file(local_file, first_path)
-        if not _matches_content_entry(first_path, entry):
-            self._download(entry, first_path)
-        for other_path in other_paths:
-            copy_file(first_path, other_path)
+            copy_file(local_file, first_target_path)
+        if not _matches_content_entry(first_target_path, entry):
+            self._download(entry, first_target_path)
+        for other_path in other_target_paths:
+            copy_file(first_target_path, other_path)
 
     def _download(self, entry: ContentEntry, file: Path) -> None:
         key = self._make_object_key(entry.sha256)
