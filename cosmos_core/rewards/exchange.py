@@ -227,7 +227,7 @@ class ServiceRequest:
                 return response_fields
             response_text = _describe_response(response)
             if response.status_code in {401, 403}:
-                raise RewardError(f"the reward service at {url} refuses us: {response_text}; set {TOKEN_VARIABLE}")
+                raise RewardError(f"the reward service at {url} refuses us: {response_text}")
             if response.status_code in _FETCH_REFUSAL_CODES or response.is_redirect:
                 raise RewardError(f"{url} is no URL to fetch scores from: {response_text}; set {FETCH_URL_VARIABLE}")
             if response.headers.get(STATE_HEADER) == "unknown":
@@ -299,4 +299,5 @@ def _describe_response(response: httpx.Response) -> str:
     message_text = str(response_fields.get("message") or response_fields.get("detail") or response.text)
     if response.is_redirect:
         message_text = f"it redirects to {response.headers.get('Location', 'nowhere')}, where no token is sent"
-    return " ".join(f"status {response.status_code}: {message_text}".split())[:300]
+    remedy_text = f"; set {TOKEN_VARIABLE} to its token" if response.status_code in {401, 403} else ""
+    return " ".join(f"status {response.status_code}: {message_text}".split())[:300] + remedy_text

@@ -150,6 +150,14 @@ def test_a_url_that_has_no_scores_ends_the_stage_and_is_named(status: int) -> No
         RemoteRewards(config(timeout_seconds=20.0), server.service).score(images(1))
 
 
+def test_a_wrong_token_is_one_line_with_its_variable() -> None:
+    refusal = reply(401, message="a bearer token is needed")
+    for refused in ({"on_enqueue": lambda sent: refusal}, {"on_pull": lambda sent: refusal}):
+        said = "status 401: a bearer token is needed; set REMOTE_REWARD_TOKEN to its token$"
+        with serving(**refused) as server, pytest.raises(RewardError, match=said):
+            RemoteRewards(config(timeout_seconds=20.0), server.service).score(images(1))
+
+
 def test_the_last_status_is_in_the_reason() -> None:
     with serving(on_pull=lambda sent: reply(502, message="no upstream")) as server:
         [score] = RemoteRewards(config(), server.service).score(images(1))
