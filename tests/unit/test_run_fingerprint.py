@@ -344,15 +344,13 @@ def test_an_adapter_to_go_on_with_counts_by_its_content_and_has_to_be_there(fold
         path.mkdir()
         (path / "adapter_config.json").write_text("{}")
         (path / "adapter_model.safetensors").write_text("weights")
-    values = []
+    values, no_adapter = [], r"lora_path = '.*second': no adapter; give a folder with adapter_config\.json"
     for path, text in ((first, "weights"), (second, "weights"), (second, "others")):
         (path / "adapter_model.safetensors").write_text(text)
         values.append(fingerprint_of(load_recipe(folder, f"policy.lora.lora_path='{path}'"), "sft").value)
     assert values[0] == values[1] != values[2]
     (second / "adapter_config.json").unlink()
-    with pytest.raises(
-        ModelError, match=r"lora_path = '.*second': no adapter; give a folder with adapter_config\.json"
-    ):
+    with pytest.raises(ModelError, match=no_adapter):
         check_inputs(load_recipe(folder, f"policy.lora.lora_path='{second}'"))
     (second / "adapter_model.safetensors").rename(second / "model.safetensors")  # the export of a diffusion model
     check_inputs(load_recipe(folder, f"policy.lora.lora_path='{second}'"))

@@ -100,9 +100,8 @@ def test_a_choice_of_the_largest_loss_that_nobody_asked_for_is_said(tmp_path: Pa
 
 def test_an_override_of_a_key_in_the_grid_is_said_to_do_nothing(tmp_path: Path) -> None:
     pipeline = swept(tmp_path, f"grid = {{ {RATES} }}, {MEASURED}", "train.optm_lr=1e-4", "train.epoch=2")
-    assert [said for said in pipeline.notices if "--set" in said] == [
-        "--set 'train.optm_lr=1e-4' has no effect on stage 'sft': its sweep.grid sets the key"
-    ]
+    notices = [said for said in pipeline.notices if "--set" in said]
+    assert notices == ["--set 'train.optm_lr=1e-4' has no effect on stage 'sft': its sweep.grid sets the key"]
 
 
 @pytest.mark.parametrize(
@@ -128,10 +127,8 @@ def test_a_part_of_a_key_with_a_dot_is_quoted_as_in_an_override(tmp_path: Path) 
 
 
 def test_a_key_of_a_grid_needs_no_quotes(tmp_path: Path) -> None:
-    quoted, plain = (
-        swept(tmp_path, f"grid = {{ {key} = [1, 2] }}, {MEASURED}").stage("sft").sweep
-        for key in ('"train.seed"', "train.seed")
-    )
+    grids = (f"grid = {{ {key} = [1, 2] }}, {MEASURED}" for key in ('"train.seed"', "train.seed"))
+    quoted, plain = (swept(tmp_path, grid).stage("sft").sweep for grid in grids)
     assert quoted is not None and quoted == plain
     assert [branch.settings for branch in quoted.branches] == [{"train.seed": 1}, {"train.seed": 2}]
 
@@ -381,14 +378,13 @@ def test_the_report_has_the_value_of_the_exported_checkpoint_by_which_a_branch_w
     run = create_run(swept(tmp_path, f"grid = {{ {RATES} }}, {choice}", *overrides, more=export))
     finish(run, "sft-data")
     for rate, best, last in (("1e-5", 0.1, 0.9), ("0_5", 0.2, 0.3)):
-        entry = {"step": 2, "metric": "validation/loss", "value": best}
-        finish(run, f"sft-optm_lr-{rate}", info={"step": 3, "best": entry}, **{"validation/loss": last})
+        info = {"step": 3, "best": {"step": 2, "metric": "validation/loss", "value": best}}
+        finish(run, f"sft-optm_lr-{rate}", info=info, **{"validation/loss": last})
         finish(run, f"export-optm_lr-{rate}")
     run_stage(run, "sft")
     [table] = make_sweep_tables(read_run(run.path))
-    assert [(row["settings"], row["value"], row["is_chosen"]) for row in table["rows"]] == [
-        ((1e-5,), 0.1, True), ((0.5,), 0.2, False),
-    ]  # fmt: skip
+    shown = [(row["settings"], row["value"], row["is_chosen"]) for row in table["rows"]]
+    assert shown == [((1e-5,), 0.1, True), ((0.5,), 0.2, False)]
 
 
 def test_retraining_starts_each_branch_from_the_published_model_by_the_name_in_the_file(tmp_path: Path) -> None:
