@@ -19,12 +19,12 @@ def make_python_command() -> list[str]:
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Disable garbage collection in the `with` block, and exclude the objects created in it from later collections."""
-    was_collection_enabled = gc.isenabled()
+    was_gc_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
         atexit.register(gc.unfreeze)  # unfreeze at exit, when libraries would report frozen objects as leaks
-        if was_collection_enabled:
+        if was_gc_enabled:
             gc.enable()

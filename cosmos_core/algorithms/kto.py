@@ -52,8 +52,8 @@ def dataset_losses(responses: LabelledLogprobs, sources: Sequence[str], kl: Tens
     data set. `kl` is the estimate of the KL divergence from the reference policy."""
     metrics = {}
     for name, mask_B in dataset_masks(sources):
-        source_responses = LabelledLogprobs(*(values_B.detach()[mask_B] for values_B in responses))
-        loss, _ = unpaired_loss(source_responses, kl, config, num_responses=1)
+        dataset_responses = LabelledLogprobs(*(values_B.detach()[mask_B] for values_B in responses))
+        loss, _ = unpaired_loss(dataset_responses, kl, config, num_responses=1)
         metrics[f"loss/{name}"] = torch.stack([loss.double(), mask_B.sum().to(loss.device, torch.float64)])
     return metrics
 

@@ -34,8 +34,8 @@ def run(stage: Stage) -> Outcome:
         _check_first_rows(data_term_config.dataset, "train.train_policy.data_term", read_data_term_row)
     if validation.dataset.name:
         row_kind_names = row_kind.held_out_row_kinds(has_rewards=bool(validation.reward_function))
-        held_out_kind = load_tokenised_kind(row_kind_names[VALIDATION_SPLIT])
-        _check_first_rows(validation.dataset, "validation.dataset", partial(held_out_kind.read, algorithm=algorithm))
+        read_row = partial(load_tokenised_kind(row_kind_names[VALIDATION_SPLIT]).read, algorithm=algorithm)
+        _check_first_rows(validation.dataset, "validation.dataset", read_row)
     return Outcome()
 
 

@@ -58,8 +58,8 @@ class PipelineFolder:
     @property
     def components(self) -> tuple[str, ...]:
         """Names of the components of the pipeline that its folder contains."""
-        index_entries = [(name, entry) for name, entry in self.model_index.items() if not name.startswith("_")]
-        return tuple(name for name, entry in index_entries if isinstance(entry, list) and len(entry) == 2 and entry[1])
+        components = [(name, entry) for name, entry in self.model_index.items() if not name.startswith("_")]
+        return tuple(name for name, entry in components if isinstance(entry, list) and len(entry) == 2 and entry[1])
 
     def component_class(self, name: str) -> Any:
         """Return the class of the component `name`; raise ModelError if the pipeline has no such component, or if its

@@ -38,8 +38,8 @@ def list_model_files(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Pat
     indexed_files = {file for index_file in index_files for file in _list_indexed_files(index_file)}
     # If a single file has all weights, transformers reads that file and ignores the index.
     indexed_files |= {index_file.with_name(index_file.name.removesuffix(_INDEX_SUFFIX)) for index_file in index_files}
-    indexed_folders = {index_file.parent for index_file in index_files}
-    model_files = {file for file in files if not (file.parent in indexed_folders and is_weight_file(file))}
+    folders_with_index = {index_file.parent for index_file in index_files}
+    model_files = {file for file in files if not (file.parent in folders_with_index and is_weight_file(file))}
     model_files |= {file for file in indexed_files if file.is_file()}
     return sorted(file for file in model_files if matches_patterns(file.relative_to(folder), patterns))
 
