@@ -55,8 +55,8 @@ class FileTarget:
         """Return the model versions to which the link `latest` has pointed, the current version last."""
         latest_link = self.folder / "latest"
         current_version = os.path.basename(os.readlink(latest_link)) if latest_link.is_symlink() else ""
-        history_json = read_json(self.folder / HISTORY_FILE)
-        version_names = [name for name in history_json if isinstance(name, str)] if isinstance(history_json, list) else []
+        saved_list = read_json(self.folder / HISTORY_FILE)
+        version_names = [name for name in saved_list if isinstance(name, str)] if isinstance(saved_list, list) else []
         return append_version(version_names, current_version) if current_version else []
 
     def versions(self) -> list[str]:
