@@ -92,7 +92,11 @@ def _describe_resume_steps(stages: list[StageRecord]) -> str:
     for stage in stages:
         if stage.kind.trains_model and _get_last_step(stage):
             unsaved_note = "" if stage.resumable_step else ": nothing was saved"
-            resume_messages.append(f"{stage.name} begins again at step {stage.resumable_step + 1}{unsaved_note}")
+            has_all_steps = stage.resumable_step == stage.step_and_total[1]
+            message_text = (
+                "has saved its last step" if has_all_steps else f"begins again at step {stage.resumable_step + 1}"
+            )
+            resume_messages.append(f"{stage.name} {message_text}{unsaved_note}")
     return f" ({'; '.join(resume_messages)})" if resume_messages else ""
 
 

@@ -254,6 +254,9 @@ def test_the_last_line_of_a_stopped_run_says_where_each_training_begins_again(tm
     assert make_resume_instructions(read_run(run.path)).endswith(" (sft begins again at step 1: nothing was saved)")
     update_state(run.stage_path("sft"), checkpoint_step=13)
     assert make_resume_instructions(read_run(run.path)) == f"cosmos resume {run.path} (sft begins again at step 14)"
+    update_state(run.stage_path("sft"), total=13)
+    (run.stage_path("sft") / "progress.json").unlink(missing_ok=True)
+    assert make_resume_instructions(read_run(run.path)) == f"cosmos resume {run.path} (sft has saved its last step)"
 
 
 def test_a_command_to_copy_names_the_run_from_the_folder_of_the_shell(
