@@ -1,5 +1,6 @@
 """Find and kill the local processes of one attempt of a stage, and remove their temporary files. Linux only."""
 
+import logging
 import os
 import re
 import secrets
@@ -15,8 +16,10 @@ import psutil
 from cosmos_core.run.lock import create_locked_folder, is_folder_locked, make_locked_folder
 from cosmos_core.run.process import ATTEMPT_VARIABLE, is_running, locate_socket_folder
 
+logger = logging.getLogger(__name__)
+
 MAX_HEARTBEAT_AGE_SECONDS = 600.0  # a stage on another machine counts as dead if its heartbeat is older
-_KILL_TIMEOUT_SECONDS = 5.0
+_KILL_TIMEOUT_SECONDS = 60.0  # a process that frees much memory, or waits for a device, ends late
 CHECK_FOLDER_PREFIX = "cosmos-look-"  # prefix of the temporary folders of `cosmos check`
 _SCRATCH_FOLDER_PREFIX = "cosmos-"
 _ORPHAN_PATTERN = re.compile(rf"{_SCRATCH_FOLDER_PREFIX}(look-|ray-)?([0-9a-f]{{12}})")
@@ -34,13 +37,13 @@ def find_attempt_processes(attempt_id: str) -> list[psutil.Process]:
 
 
 def kill_attempt(attempt_id: str) -> list[int]:
-    """Send SIGKILL to every process of an attempt until none is left, for at most five seconds; return the ids of the
+    """Send SIGKILL to every process of an attempt until none is left, for at most a minute; return the ids of the
     killed processes."""
     return _kill_repeatedly(lambda: find_attempt_processes(attempt_id))
 
 
 def kill_descendants() -> list[int]:
-    """Send SIGKILL to all descendants of this process until none is left, for at most five seconds; return the ids of
+    """Send SIGKILL to all descendants of this process until none is left, for at most a minute; return the ids of
     the killed processes."""
     return _kill_repeatedly(lambda: [each for each in psutil.Process().children(recursive=True) if is_running(each)])
 
@@ -86,11 +89,17 @@ def remove_scratch_folder(attempt_id: str) -> None:
 
 def _kill_repeatedly(find_processes: Callable[[], list[psutil.Process]]) -> list[int]:
     killed_pids: set[int] = set()
-    deadline = time.monotonic() + _KILL_TIMEOUT_SECONDS
-    while (remaining_processes := find_processes()) and time.monotonic() < deadline:
+    deadline, pause_seconds = time.monotonic() + _KILL_TIMEOUT_SECONDS, 0.02
+    while remaining_processes := find_processes():
+        if time.monotonic() > deadline:
+            remaining_pids = sorted(process.pid for process in remaining_processes)
+            message_template = "processes %s did not end within %g s of SIGKILL; they may still hold GPUs and memory"
+            logger.warning(message_template, remaining_pids, _KILL_TIMEOUT_SECONDS)
+            break
         for process in remaining_processes:
             killed_pids.add(process.pid)
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        time.sleep(0.02)
+        time.sleep(pause_seconds)
+        pause_seconds = min(2 * pause_seconds, 1.0)
     return sorted(killed_pids)

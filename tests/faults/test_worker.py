@@ -16,13 +16,14 @@ import uuid
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from cosmos_core.errors import ConfigError, DataError, Preempted, StageFailed
 from cosmos_core.imports import make_python_command
-from cosmos_core.launch import worker
+from cosmos_core.launch import processes, worker
 from cosmos_core.launch.check import check_first_rows
 from cosmos_core.launch.child import SupervisedProcess
 from cosmos_core.launch.processes import (
@@ -248,6 +249,16 @@ def test_an_attempt_that_just_begins_is_nobody_s_remains(monkeypatch: pytest.Mon
     os.close(held)
     remove_orphans()
     assert not scratch_folder(mark).exists()
+
+
+def test_a_process_that_survives_sigkill_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting_for_a_device = SimpleNamespace(pid=7, kill=lambda: None)
+    monkeypatch.setattr(processes, "find_attempt_processes", lambda attempt: [waiting_for_a_device])
+    monkeypatch.setattr(processes, "_KILL_TIMEOUT_SECONDS", 0.1)
+    assert processes.kill_attempt("a") == [7]
+    assert "processes [7] did not end within 0.1 s of SIGKILL" in caplog.text
 
 
 def test_what_launcher_and_supervisor_leave_that_were_killed_together_is_ended_by_the_next_run() -> None:
