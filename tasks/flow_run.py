@@ -209,7 +209,7 @@ class PythonFlowState:
                 calls = {each: other for each, other in calls.items() if dependent_names.isdisjoint(other.stages)}
                 # Save the calls before the pipeline, so that no kill leaves a call whose stages have other settings.
                 write_json(run.path / _CALLS_FILE, _RecordedCalls(calls=calls).model_dump())
-            # Remove stages without a recorded call: the process was killed while the flow added them.
+            # Remove stages that no recorded task call of the flow made: the process was killed while it added them.
             recorded_stage_names = {each for other in calls.values() for each in other.stages}
             remaining_stages = [stage for stage in run.pipeline.stages if stage.name in recorded_stage_names]
             remaining_recipes = {stage.name: run.pipeline.recipes[stage.name] for stage in remaining_stages}

@@ -57,8 +57,7 @@ class StageInput:
     """Input of a stage: a model, data set, file or code that the stage reads and does not make."""
 
     key: str
-    """Configuration key of the input; for code or a model of a reward service, its name in the service's configuration
-    file."""
+    """Configuration key of the input; for code or a model of a reward service, the name in its configuration file."""
     role: InputRole
     """Use of the input. `carried`: files of the model that training does not read and exports copy. `end_tokens`: file
     with the tokens that end a generation. `hook`: user code that does not change the result. `rewards`: code and models
@@ -84,7 +83,8 @@ def is_s3_url(name: str) -> bool:
 
 
 def existing_path(path_or_name: str, base_folder: Path) -> Path | None:
-    """Return the path of a file or folder, relative to `base_folder`; None if it does not exist, as for a Hub id."""
+    """Return the path of a file or folder, with a relative path below `base_folder`; None if it does not exist, as for
+    a Hub id."""
     try:
         path = base_folder / Path(path_or_name).expanduser()
         return path if path.exists() else None
@@ -279,9 +279,8 @@ def _file_inputs(stage: StageConfig, recipe: Recipe) -> Iterator[StageInput]:
 
 
 def _list_service_files(config_file: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the user code and the model folders that the configuration of a reward service names, as pairs of the name
-    in the configuration and the path. Names without an existing path are left out, because the service may run on
-    another machine."""
+    """Yield the user code and the model folders that the configuration of a reward service names, as pairs of name and
+    path. Names without an existing path are left out, because the service may run on another machine."""
     try:
         reward_args = read_toml(config_file).get("reward_args")
     except ConfigError:  # skip an invalid file, because the reward service reports its error

@@ -186,8 +186,8 @@ def _find_marked_spans(
     if "".join(text_parts[::2]) == rendered_text:
         part_ends = list(accumulate(map(len, text_parts[::2])))
         return [(part_ends[i], part_ends[i + 1]) for i, tag in enumerate(text_parts[1::2]) if tag == _START_MARKER]
-    # With the markers, this template renders another text, for example by a filter. Use the positions of
-    # `{% generation %}` blocks that transformers returns.
+    # Marker strings in the messages change the text that this template renders, for example because of a filter. Use
+    # the positions of `{% generation %}` blocks that transformers returns instead.
     rendered_texts, spans_by_conversation = cast(Any, render_jinja_template)(
         chat_template=template, return_assistant_tokens_mask=True, **template_arguments
     )

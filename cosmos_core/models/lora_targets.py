@@ -99,7 +99,7 @@ def find_lora_targets(model: nn.Module, target_modules: Sequence[str] | str | No
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
         is_adaptable_module = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d | Conv1D)
-        # PEFT can adapt only the weight of other modules with a matrix, such as a router.
+        # Of modules for which PEFT has no adapter class, such as a router, it can adapt only a matrix called `weight`.
         if weight is None or weight.ndim not in {2, 3} or is_adaptable_module:
             module_names.append(name)
         elif matching_names := find_matching_targets(name):
@@ -157,9 +157,8 @@ def match_target_names(model: nn.Module, target_regex: str) -> tuple[str, ...]:
 
 def make_portable_config(config: Any, model: nn.Module) -> Any:
     """Return a copy of the adapter configuration `config` with which PEFT itself, when it loads the adapter, adapts the
-    same layers of `model`. PEFT rewrites the names of some linear layers to names of fused experts; such layers are
-    listed as target parameters, whose names PEFT does not rewrite. The tensors of the adapter keep their names and
-    shapes."""
+    same layers of `model`. PEFT rewrites the names of some linear layers to names of fused experts; these are listed as
+    target parameters, whose names PEFT does not rewrite. The adapter's tensors keep their names and shapes."""
     config, rewritten_config = copy.deepcopy(config), copy.deepcopy(config)
     try:
         convert_peft_config_for_transformers(rewritten_config, model, None)

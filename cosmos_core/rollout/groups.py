@@ -58,7 +58,7 @@ class GroupPlan:
         return -(-step * self.completions_per_step // self.group_size)
 
     def num_groups(self, step: int) -> int:
-        """Return the number of groups that belong to `step`."""
+        """Return the number of groups whose completions train step `step` uses."""
         return self.first_position(step + 1) - self.first_position(step)
 
     def step_of_group(self, group_position: int) -> int:
@@ -100,8 +100,7 @@ class SyncGroupSource:
 
     def generate_groups(self, prompts: Sequence[Prompt], step: int, count_by_prompt_id: Counter[int]) -> list[Group]:
         """Generate the groups of `prompts`, in order. `count_by_prompt_id`, which is updated, says how often the step
-        has sampled each prompt. A repeated prompt, at a boundary of epochs or in a mixture of data sets, gets other
-        seeds."""
+        sampled each prompt. A repeated prompt, at an epoch boundary or in a mixture of data sets, gets other seeds."""
         indices_by_num_repeats: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
             indices_by_num_repeats.setdefault(count_by_prompt_id[prompt.id], []).append(i)

@@ -12,7 +12,7 @@ from typing import Any
 from cosmos_core.errors import ConfigError
 
 RUN_KEY_TAG = "cosmos.key"
-"""Name of the tag with the key of an MLflow run or model version."""
+"""Name of the tag with our identifier of an MLflow run or model version, by which a later attempt finds it again."""
 _ENVIRONMENT_DEFAULTS = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
 _INVALID_METRIC_CHARACTERS = re.compile(r"[^\w/. :-]")
 

@@ -30,8 +30,7 @@ class StageDecision:
     action: Literal["reuse", "adopt", "run", "depends"]
     reason: str
     source: Path | None = None
-    """Stage directory whose result is reused or adopted; None for `run`, `depends` and a result in an artifact
-    store."""
+    """Stage directory whose result is reused or adopted; None for `run`, `depends` and one in an artifact store."""
     result: Result | None = None
 
 
@@ -148,8 +147,8 @@ def explain_rerun(run: Run, stage: StageConfig, current_fingerprint: Fingerprint
 def find_pool_fingerprints(
     output_dir: Path, pipeline: Pipeline, stage: StageConfig, local_fingerprint: Fingerprint
 ) -> list[Fingerprint]:
-    """Return the fingerprints of `stage`, newest first, that machines of its work pool saved in runs of this pipeline,
-    if they are equal to `local_fingerprint`, that of this machine, apart from properties of the machine."""
+    """Return the fingerprints of `stage`, newest first, that machines of its work pool saved in runs of this pipeline
+    and that differ from `local_fingerprint`, which is computed on this machine, in properties of the machine alone."""
 
     def drop_machine_properties(ingredients: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in ingredients.items() if name not in _MACHINE_PROPERTIES}

@@ -45,7 +45,8 @@ class PassRates:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counts of each prompt that `state_dict` returned."""
-        # Old checkpoints lack the fifth count, completions with a known full reward: copy the second, valid rewards.
+        # Old checkpoints lack the fifth count, of completions for which it is known whether their reward is full. Use
+        # the second, of valid rewards, because it was known for all of these.
         self._prompt_counts = {name: [*counts, *counts[1:2]][:5] for name, counts in state.items()}
 
     def write(self, stage_folder: Path, prompts: Sequence[Prompt]) -> None:

@@ -64,8 +64,9 @@ class RowsConfig(Table):
     from `pass_rates`; other rows are skipped and counted, an unknown rate (null) excludes no row. Rows that `test_size`
     holds out are all kept. Empty: all rows."""
     pass_rates: Annotated[str, ResultNeutral, ReferenceKind.PATH] = ""
-    """File of the pass rates of prompts for `keep`, or `stage:NAME` of a stage that completes the same prompts in
-    training (RL) or as samples; a prompt without a rate counts as an unreadable row. Empty: column `pass_rate`."""
+    """File with the pass rates of prompts, by which `keep` selects prompts, or `stage:NAME` of a stage of kind `rl` or
+    `sample` that completes the same prompts. A prompt without a rate counts as an unreadable row. Empty: the rates are
+    in the column `pass_rate` of the data set."""
 
     @model_validator(mode="after")
     def _check_pass_rates_and_arguments(self) -> Self:
