@@ -114,8 +114,7 @@ def serve_reports(
 
 
 def reap(output_dir: OutputDirOption = Path("outputs")) -> None:
-    """Stop the remaining processes of runs whose flow died on this machine, and correct the recorded states of these
-    runs."""
+    """Stop the remaining processes of runs whose flow died on this machine, and correct these runs' recorded states."""
     from cosmos_core.launch import reap as leftovers
 
     has_reaped = False

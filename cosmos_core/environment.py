@@ -140,9 +140,8 @@ def mask_error_message(error: BaseException) -> None:
 
 
 def find_secrets(settings: Any, keys: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield each string in nested settings that has the name of a secret, such as `api_key`, as its key or as the key
-    of a table that contains the string. `keys`: keys that lead to `settings`. Plain words and paths are left out, see
-    `_is_secret_setting`."""
+    """Yield each string in nested settings whose key, or the key of a table around it, names a secret, such as
+    `api_key`. `keys`: keys that lead to `settings`. Plain words and paths are left out, see `_is_secret_setting`."""
     if isinstance(settings, Mapping):
         for key, nested_settings in settings.items():
             yield from find_secrets(nested_settings, (*keys, str(key)))

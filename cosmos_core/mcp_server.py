@@ -114,8 +114,7 @@ async def _ask_to_resume_run(run: str) -> Elicit[Confirmation]:
 
 async def _run_if_confirmed(response: ElicitationResult[Confirmation], *command_words: str) -> str:
     """Start a `cosmos` command in the background if `response` confirms it. Return the output up to the start of the
-    first stage, or of the first two minutes if no stage starts earlier. Raises `ToolError` with the output if the
-    command failed."""
+    first stage, or of two minutes if none starts earlier. Raises `ToolError` with the output if the command failed."""
     if response.action != "accept" or not response.data.start:
         return "not started: the user declined"
     with tempfile.NamedTemporaryFile(prefix="cosmos-mcp-", suffix=".log", delete=False) as log_file:

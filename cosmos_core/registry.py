@@ -134,8 +134,7 @@ def locate_code(import_path: str) -> Path:
 
 def read_signature(import_path: str) -> inspect.Signature | None:
     """Return the signature of a user's function, without annotations and with None in place of each default; the file
-    is not run. Return None if the file must be run to know the signature, as for a decorated function, or is
-    invalid."""
+    is not run. Return None if the file must be run to know the signature, as with a decorator, or is invalid."""
     code_file, function_name = _find_code_file(import_path), import_path.rpartition(":")[2]
     module_globals: dict[str, Any] = {}
     try:

@@ -34,8 +34,7 @@ class StageKind:
     has_mesh: bool = False
     """Whether the stage runs on the ranks of `policy.parallelism`."""
     has_engine: bool = False
-    """Whether the stage generates with one rollout engine on `rollout.parallelism.tp_size` GPUs, without ranks of a
-    mesh."""
+    """Whether the stage generates with one rollout engine on `rollout.parallelism.tp_size` GPUs, without a mesh."""
     scores: bool = False
     """Whether the stage may call the reward functions of its recipe."""
     reads_model: Literal["", "tokenizer", "weights"] = ""

@@ -29,8 +29,7 @@ from cosmos_core.run.state import RERUN_EVENT, record_event
 logger = logging.getLogger(__name__)
 
 _SOURCE_KIND_BY_ROLE: dict[str, Literal["model", "data"]] = {"model": "model", "teacher": "model", "data": "data"}
-"""Kind, `model` or `data`, under which a manifest records an input from outside of the run, by the role of the
-input."""
+"""Kind, `model` or `data`, under which a manifest records an input from outside the run, by its role."""
 
 
 def read_upstream_results(run: Run, stage: StageConfig) -> dict[str, Result]:

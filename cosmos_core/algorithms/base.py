@@ -138,9 +138,8 @@ class Algorithm:
         raise AssertionError(f"{type(self).__name__} has no updates")
 
     def after_train_step(self, step: int, view: TrainerView) -> None:
-        """Hook that the trainer calls at the end of train step `step`, counted from 1, even if the train step had no
-        samples and no optimizer step. By default, reset the reference policy every `reference_reset_interval` train
-        steps."""
+        """Hook that the trainer calls at the end of train step `step`, counted from 1, even if it had no samples and no
+        optimizer step. By default, reset the reference policy every `reference_reset_interval` train steps."""
         config = self.config
         if isinstance(config, GrpoConfig) and (interval := config.reference_reset_interval) and step % interval == 0:
             view.reset("reference", optimizer=config.reset_optimizer_with_reference)

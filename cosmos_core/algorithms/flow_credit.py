@@ -35,8 +35,7 @@ class FlowRollout:
 
     @property
     def latents(self) -> Tensor:
-        """Return the clean latents of the image or video; the cost of a training sample depends on the size of these
-        latents."""
+        """Return the clean latents of the image or video; the cost of a training sample depends on their size."""
         return self.diffusion_sample.latents  # type: ignore[no-any-return]
 
 
@@ -45,8 +44,7 @@ class AdvantageSettings:
     """Settings with which the rewards of images or videos are normalized to advantages."""
 
     std_scope: Literal["batch", "group"] = "batch"
-    """Scope of the standard deviation that divides advantages: `batch`: all rewards of the train step; `group`: the
-    rewards of each group."""
+    """Rewards whose standard deviation divides advantages: `batch`: all of a train step; `group`: those of a group."""
     divides_by_std: bool = True
     """Whether to divide advantages by a standard deviation; False: they are rewards minus the mean of their group."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
@@ -96,8 +94,7 @@ def _normalise_rewards(
     rewards_by_group: Sequence[Sequence[float | None]], advantage_settings: AdvantageSettings
 ) -> list[list[float | None]]:
     """Return for each reward (reward - mean of its group) / (std + 1e-4), exactly 0 in groups of equal rewards, and
-    None for an invalid reward. `std_scope` selects the rewards of the std; without `divides_by_std` there is no
-    divisor."""
+    None for an invalid reward. `std_scope` selects the rewards of the std; `divides_by_std`: whether it divides."""
     valid_rewards = [np.array([r for r in rewards if r is not None], dtype=np.float64) for rewards in rewards_by_group]
     all_rewards = np.concatenate([*valid_rewards, np.zeros(0)])
     normalised_rewards: list[list[float | None]] = []

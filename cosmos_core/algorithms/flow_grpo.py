@@ -40,8 +40,7 @@ class _SamplerStep:
 
     @property
     def noise_levels(self) -> tuple[float, float, float]:
-        """Return three noise levels: before this sampler step, after it, and the second one in the sampler's
-        schedule."""
+        """Return three noise levels: before this sampler step, after it, and the second one in the schedule."""
         sigmas, i = self.sample.sigmas, self.sample.steps[self.step_index]
         return sigmas[i], sigmas[i + 1], sigmas[1]
 

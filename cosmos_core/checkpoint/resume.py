@@ -140,10 +140,9 @@ def check_checkpoint(policy_folder: Path) -> None:
 def load_checkpoint(
     policy_folder: Path, train_state: TrainState, send_heartbeat: Callable[[], None] = lambda: None
 ) -> int:
-    """Load the checkpoint in the folder `policy_folder` (`.../step_N/policy`) into `train_state` on every rank, and
-    return its step N. The checkpoint can be of a run with other settings. Call `send_heartbeat` before each file is
-    hashed. Raise `ModelError` if the checkpoint is damaged, of another model, written by Cosmos-RL, or deleted
-    meanwhile."""
+    """Load the checkpoint in `policy_folder` (`.../step_N/policy`) into `train_state` on every rank, and return its
+    step N. The checkpoint can be of a run with other settings. Call `send_heartbeat` before each file is hashed. Raise
+    `ModelError` if the checkpoint is damaged, of another model, written by Cosmos-RL, or deleted meanwhile."""
     step = _read_step_number(policy_folder)
     refuse_pickled_shards(policy_folder)
     if obstacle := resume_obstacle_on_ranks(policy_folder.parent.parent, step, None, send_heartbeat):

@@ -34,9 +34,8 @@ _8BIT_NAMES = ("codes", "scale", "qmap")
 """Names of the tensors of which an 8-bit optimizer state of torchao consists."""
 _STATEFUL_FIELD_NAMES = ("feed", "algorithm")
 POLICY_COPY_NAMES = ("ema", "old")
-"""Names of two further copies of the policy's weights ("ema": moving average, "old": old policy), which get the
-policy's weights if a checkpoint lacks them. Other copies, such as "reference", keep the weights that the stage
-loaded."""
+"""Names of two copies of the policy's weights ("ema": moving average, "old": old policy), which get the policy's
+weights if a checkpoint lacks them. Other copies, such as "reference", keep the weights that the stage loaded."""
 _TENSOR_KEY = "__tensor__"
 """Key that identifies a JSON object as the replacement of a tensor; the value is the name of the tensor."""
 
@@ -83,8 +82,7 @@ def json_values(train_state: TrainState) -> dict[str, JsonValue]:
 
 
 def restore_json_values(train_state: TrainState, saved_values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Set `loop_state`, `feed` and `algorithm` of `train_state` from a result of `json_values` and the loaded
-    tensors."""
+    """Set `loop_state`, `feed` and `algorithm` of `train_state` from a result of `json_values` and loaded tensors."""
     for name in _STATEFUL_FIELD_NAMES:
         setattr(train_state, name, _restore_tensors(saved_values.pop(name, {}), tensors))
     train_state.loop_state = saved_values

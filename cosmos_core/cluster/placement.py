@@ -1,5 +1,4 @@
-"""Placement of ranks and actors in a Ray cluster, with one placement group that reserves all their resources at
-once."""
+"""Placement of ranks and actors in a Ray cluster, with one placement group that reserves all resources at once."""
 
 from __future__ import annotations
 

@@ -68,8 +68,7 @@ def _select_environment_variables(variable_names: Collection[str], name_prefixes
 
 def with_environment(environment: Mapping[str, str], wrapped_function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a picklable function that sets the variables `environment`, then unpickles and calls `wrapped_function`.
-    The variables are set first, because unpickling imports libraries, such as huggingface_hub, that read them at
-    import."""
+    They are set first, because unpickling imports libraries, such as huggingface_hub, that read them at import."""
     from ray import cloudpickle
 
     return partial(_call_with_environment, environment, cloudpickle.dumps(wrapped_function))

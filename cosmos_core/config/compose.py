@@ -417,8 +417,7 @@ def _topological_order(pipeline: Pipeline) -> list[StageConfig]:
 
 def _find_gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
     """Return the publication target of a gate, by default the target of the first upload stage that depends on the
-    gate. If there is no target, return an empty string, or raise `ConfigError` if a condition of the gate compares with
-    `published`."""
+    gate. If there is none, return an empty string, or raise `ConfigError` if a condition compares with `published`."""
     dependents = pipeline.stage_and_dependents(stage.name) if stage.require else set[str]()
     upload_stages = [each for each in pipeline.stages if pipeline.stage_kind(each).makes == "publication"]
     publication_target = stage.target or next((each.target for each in upload_stages if each.name in dependents), "")

@@ -43,8 +43,7 @@ class KeyDescription:
     """Description of one configuration key, as `cosmos config explain` and the documentation show it."""
 
     name: str
-    """Dotted name of the key. If several tables of a union have the key, there is one description for each of these
-    tables."""
+    """Dotted name of the key. If several tables of a union have the key, there is one description for each."""
     table: type[Table]
     type: str
     default: str

@@ -66,8 +66,7 @@ def _with_absolute_recipe_paths(config_values: TomlTable, config_file: Path) -> 
 
 
 def _list_stage_tables(config_values: TomlTable) -> list[TomlTable]:
-    """Return the tables in `[[pipeline.stages]]`. Entries that are no tables are left out, because the schema refuses
-    them later."""
+    """Return the tables in `[[pipeline.stages]]`. Other entries are left out, because the schema refuses them later."""
     pipeline_table = config_values.get("pipeline")
     stage_tables = pipeline_table.get("stages") if isinstance(pipeline_table, dict) else None
     return [stage for stage in stage_tables if isinstance(stage, dict)] if isinstance(stage_tables, list) else []

@@ -27,8 +27,7 @@ class ImageSettings:
     media_path: str = ""
     """Folder to which image paths in the rows are relative; if empty, the folder of the rows."""
     pixels: tuple[tuple[str, int], ...] = ()
-    """Bounds of the image size that the recipe sets, as pairs of a name, `min_pixels` or `max_pixels`, and a number of
-    pixels."""
+    """Bounds of the image size in pixels, set by the recipe, as pairs of `min_pixels` or `max_pixels` and a number."""
     ignored_keys: tuple[tuple[str, str], ...] = ()
     """Keys of `[custom.vision]` that the recipe sets without effect, each with the reason."""
 

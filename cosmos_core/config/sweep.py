@@ -173,9 +173,8 @@ def _is_stage_argument(key: str) -> bool:
 
 
 def _list_grid_points(grid: Mapping[str, list[Any]], max_copied_name_length: int) -> list[tuple[str, TomlTable]]:
-    """Return one pair for each branch of a sweep: a suffix for the names of the branch's stages, and the branch's
-    values of the grid by key. The suffix is so short that it can be appended to names of `max_copied_name_length`
-    characters."""
+    """Return one pair for each branch of a sweep: a suffix for the names of the branch's stages, and its values of the
+    grid by key. The suffix is so short that it can be appended to names of `max_copied_name_length` characters."""
     points = [dict(zip(map(current_key, grid), values, strict=True)) for values in itertools.product(*grid.values())]
     short_name_by_key = _shorten_keys([current_key(key) for key in grid])
     name_parts = [[f"{short_name_by_key[key]}-{_format_value(point[key])}" for key in point] for point in points]
@@ -221,8 +220,7 @@ def _nest_dotted_settings(dotted_settings: TomlTable) -> TomlTable:
 
 def _rename_references(stage_or_recipe: TableT, copy_name_by_original: Mapping[str, str]) -> TableT:
     """Return a stage of a branch, or the recipe of this stage, in which each reference `stage:NAME` to a copied stage
-    refers to the copy in the branch. `copy_name_by_original` maps the names of copied stages to those of their
-    copies."""
+    refers to the copy in the branch. `copy_name_by_original` maps names of stages to those of their copies."""
 
     def rename_reference(_reference_kind: ReferenceKind, reference: str) -> str:
         name_of_copy = copy_name_by_original.get(referenced_stage(reference) or "")
@@ -234,9 +232,8 @@ def _rename_references(stage_or_recipe: TableT, copy_name_by_original: Mapping[s
 def _replace_branch_references(
     pipeline: Pipeline, stage: StageConfig, sweep_stage_name: str, copied_stage_names: Sequence[str]
 ) -> StageConfig:
-    """Return a stage outside of the sweep, with each reference to a stage that was copied into branches replaced by a
-    reference to the select stage of the sweep. Raises `ConfigError` if the stage refers to rows or to a checkpoint of a
-    copied stage."""
+    """Return a stage outside of the sweep, with each reference to a stage copied into branches replaced by one to the
+    sweep's select stage. Raises `ConfigError` if the stage refers to rows or to a checkpoint of a copied stage."""
     error_prefix = _make_error_prefix(pipeline, stage)
     copied_references = {f"{STAGE_PREFIX}{name}" for name in copied_stage_names}
     if stage.data in copied_references:

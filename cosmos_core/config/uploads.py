@@ -55,9 +55,8 @@ def _list_requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConf
 
 
 def _list_gates(pipeline: Pipeline, model_stage_names: set[str]) -> list[str]:
-    """Return the names of the gates that judge the model of one of the stages `model_stage_names`. The `after` of such
-    a gate contains one of these stages, a stage that measures its model (also a user's program), or another such
-    gate."""
+    """Return the names of the gates that judge the model of one of `model_stage_names`. The `after` of such a gate
+    contains one of these stages, a stage that measures its model (also a user's program), or another such gate."""
     judged_stage_names, gate_names = set(model_stage_names), list[str]()
     for stage in pipeline.stages:
         may_measure, model_name = pipeline.stage_kind(stage).makes in {"", "metrics"}, referenced_stage(stage.model)

@@ -107,8 +107,7 @@ def load_tool_schemas(multi_turn_config: MultiTurnRolloutConfig) -> list[dict[st
 
 
 def template_uses_tools(tokenizer: PreTrainedTokenizerBase, render_settings: PromptRendering) -> bool:
-    """Return whether the chat template mentions the variable `tools`, in which the descriptions of tools are passed to
-    it."""
+    """Return whether the chat template mentions the variable `tools`, in which it gets the descriptions of tools."""
     template = render_settings.template or tokenizer.get_chat_template(tools=list(render_settings.tools))
     return "tools" in str(template)
 

@@ -90,8 +90,7 @@ class MediaCache:
         return False
 
     def read_skip_reasons(self, shard_key: str) -> dict[str, str]:
-        """Return the reasons why texts or images of a shard could not be encoded, by the cache key of the text or
-        image."""
+        """Return the reasons why texts or images of a shard could not be encoded, by their cache keys."""
         shard_record = read_json(self._get_record_path(shard_key))
         return dict(shard_record.get("refused", {})) if isinstance(shard_record, dict) else {}
 

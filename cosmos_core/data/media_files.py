@@ -65,8 +65,7 @@ def _find_media(folder: Path) -> list[Path]:
 
 
 def read_media_folder(root_folder: Path) -> Iterator[MediaItem]:
-    """Yield an item for each image or video with its caption in a folder, and in its sub-folders with images or
-    videos."""
+    """Yield an item for each image or video with its caption in a folder, and in its sub-folders with such files."""
     yield from _read_paired_files(root_folder)
     for folder in sorted({file.parent for file in _find_media(root_folder)} - {root_folder}):
         subfolder = f"{folder.relative_to(root_folder)}/"

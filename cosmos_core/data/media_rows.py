@@ -96,8 +96,7 @@ class MediaRows(_MediaTable[MediaRow]):
         return [tuple(shape) for shape in self._table["shape"].to_pylist()]
 
     def read_item(self, index: int) -> MediaRow:
-        """Return row number `index`. The row stays in memory if it fits into what is left of the memory budget for
-        rows."""
+        """Return row number `index`. The row stays in memory if it fits into the rest of the memory budget for rows."""
         row = self._cached_rows.get(index)
         if row is None:
             latent = self._read_tensors(self._read_cell("media", index))

@@ -250,8 +250,7 @@ class _SplitEncoder:
         self, shard: dict[str, T], encode_fn: Callable[[list[T]], _EncoderOutputs], data_folder: Path, is_media: bool
     ) -> str:
         """Copy the file (shard) with the encoder outputs for `shard`, texts or media by cache key, from the cache to
-        the stage's `data_folder`. If the cache does not have the file, first encode the texts or media. Return the
-        shard's key."""
+        the stage's `data_folder`. If the cache lacks the file, encode the texts or media first. Return its key."""
         if self._stage.stop_requested:
             raise Preempted(f"stopped after {sum(self.encoded_counts)} texts and media were encoded; they stay encoded")
         shard_key = self._cache.compute_shard_key(list(shard), is_media=is_media)

@@ -143,8 +143,7 @@ def has_local_split(path: Path, split: str) -> bool:
 
 def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Rows]:
     """Divide rows into training rows and held-out rows, both in their order. The held-out rows are `test_size` rows, or
-    a fraction below 1 of all rows, chosen at random by the seed. Raise DataError if no row would be left to train
-    on."""
+    a fraction below 1 of all rows, chosen at random by the seed. Raise DataError if no row is left to train on."""
     held_out_mask = sample_held_out_mask(len(rows), test_size, seed)
     return rows.select(~held_out_mask), rows.select(held_out_mask)
 

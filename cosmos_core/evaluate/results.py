@@ -38,8 +38,7 @@ def convert_metrics(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float
 
 def build_item_table(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
     """Return a sorted table with one row per item of an lm-eval task, in the format of `build_table_from_rows`. The
-    column `response` has the generated text or, for multiple-choice tasks, a JSON list of `[log-probability, is
-    greedy]`."""
+    column `response` has the generated text or, for multiple choice, a JSON list of `[log-probability, is greedy]`."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for task, task_samples in samples.items():
         for sample in task_samples:

@@ -46,8 +46,7 @@ class ScoredPrompt:
         return cls(set_name, scored_group.group.prompt.id, rewards, len(errors), first_error, is_permanent_error)
 
     def mean_rewards(self) -> dict[str, float]:
-        """Return the mean of each reward over the samples of the prompt for which the reward is valid, by the name of
-        the reward function."""
+        """Return the mean of each reward over the prompt's samples for which it is valid, by reward function."""
         reward_names = dict.fromkeys(name for sample_rewards in self.rewards for name in sample_rewards)
         return {n: float(np.mean([rewards[n] for rewards in self.rewards if n in rewards])) for n in reward_names}
 

@@ -61,9 +61,8 @@ def estimate_costs(
     output_dir: Path,
     machine_spec: MachineSpec | None,
 ) -> list[StageCost]:
-    """Return the estimated cost of each stage, with a duration of 0 if its result is reused: from earlier runs in
-    `output_dir` or, for a training that never ran, from its estimate in `estimate_by_stage` and the rate of
-    `machine_spec`."""
+    """Return the estimated cost of each stage (duration 0 if its result is reused): from earlier runs in `output_dir`
+    or, for a training without runs, from its estimate in `estimate_by_stage` and the rate of `machine_spec`."""
     run_ids = [info.run_id for info in list_runs(output_dir) if info.pipeline == pipeline.config.name]
     earlier_runs = [read_run(output_dir / run_id) for run_id in reversed(run_ids[-_MAX_HISTORY_RUNS:])]
     stage_costs, gpu_type = [], machine_spec.gpu_type if machine_spec else ""

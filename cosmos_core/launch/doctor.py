@@ -34,8 +34,7 @@ class Diagnosis:
 
 
 def run_checks(output_dir: Path, prefect_client: Any) -> Iterator[Diagnosis]:
-    """Check the cluster with a synchronous client of the Prefect server, and the free space in `output_dir`; yield the
-    result of each check."""
+    """Check the cluster with a synchronous Prefect client, and the free space in `output_dir`; yield the results."""
     server_checks: dict[str, Callable[[Any], Iterator[Diagnosis]]] = {
         "server": _check_server, "pools": _check_pools, "workers": _check_workers, "cancellation": _check_cancellation,
         "deployments": _check_deployment_folders,

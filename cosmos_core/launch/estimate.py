@@ -103,9 +103,8 @@ def _format_count(count: int) -> str:
 
 
 def _find_start_model(pipeline: Pipeline, stage: StageConfig, decision_by_stage: Mapping[str, StageDecision]) -> str:
-    """Return the model from which the stage starts. If that model does not exist yet, return the nearest existing
-    model, of the same architecture, in the chain of stages that will make it; return an empty string if there is
-    none."""
+    """Return the model from which the stage starts. If it does not exist yet, return the nearest existing model, of the
+    same architecture, in the chain of stages that will make it; return an empty string if there is none."""
     while (upstream_name := referenced_stage(model_reference := pipeline.initial_model(stage))) is not None:
         if model_folder := _find_output_path(model_reference, "model", decision_by_stage):
             return model_folder
@@ -126,8 +125,7 @@ def _find_output_path(input_reference: str, output_key: str, decision_by_stage: 
 
 
 def _replace_dataset(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, StageDecision]) -> Recipe:
-    """Return the recipe of a stage with the data sets and validation settings of the `prepare` stage whose rows the
-    stage reads."""
+    """Return a stage's recipe with the data sets and validation settings of the `prepare` stage whose rows it reads."""
     recipe = pipeline.recipes[stage.name]
     prepare_stage = pipeline.stage(referenced_stage(stage.data) or stage.name)
     prepare_stage, prepare_recipe = download_inputs(pipeline, prepare_stage, pipeline.output_dir, lambda: None)

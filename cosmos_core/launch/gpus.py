@@ -61,9 +61,8 @@ def hold_gpus(
 ) -> Iterator[tuple[dict[str, str], Sequence[int]]]:
     """Hold `num_gpus` GPUs of this machine, or all if it has fewer, during the `with` block. With
     `should_hold_all_free`, hold all free GPUs once at least that many are free. Yield the environment variable that
-    selects these GPUs, and the lock descriptors that the worker inherits; both are empty on a machine without GPUs.
-    While too few GPUs are free, `report_waiting` is called repeatedly with the reason; it can raise an error to stop
-    waiting."""
+    selects these GPUs, and the lock descriptors that the worker inherits; both empty on a machine without GPUs. While
+    too few are free, `report_waiting` is called repeatedly with the reason; it can raise an error to stop waiting."""
     gpu_uuid_by_device = map_device_entries_to_uuids() if num_gpus else {}
     if gpu_uuid_by_device:
         try:  # test whether this user can lock files in the cache folder

@@ -56,8 +56,7 @@ def create_scratch_folder(attempt_id: str) -> int:
 
 @contextmanager
 def make_check_folder() -> Iterator[Path]:
-    """Yield a temporary folder for the files of one check; its lock keeps `remove_orphans` of other commands from
-    removing it."""
+    """Yield a temporary folder for the files of one check; a lock protects it from other commands' `remove_orphans`."""
     folder = Path(tempfile.gettempdir()) / f"{CHECK_FOLDER_PREFIX}{secrets.token_hex(6)}"
     with make_locked_folder(folder):
         yield folder

@@ -57,8 +57,7 @@ def reap(output_dir: Path) -> Iterator[str]:
 
 
 def find_cancelled_flow_run(output_dir: Path, run_id: str) -> str:
-    """Return the name of a run's newest flow run if that flow run was cancelled on the Prefect server; else return an
-    empty string."""
+    """Return the name of a run's newest flow run if this was cancelled on the Prefect server; else an empty string."""
     import httpx
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound

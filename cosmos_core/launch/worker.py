@@ -118,8 +118,7 @@ class AttemptSettings:
     inherited_environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     """Environment variables that the worker inherits, by default those of this process."""
     secret_vars: Sequence[str] = ()
-    """Names of environment variables whose values are masked in the log, in addition to those with a secret-like
-    name."""
+    """Names of environment variables whose values are masked in the log, besides those with a secret-like name."""
 
 
 def run_attempt(settings: AttemptSettings) -> Result:

@@ -41,8 +41,7 @@ class LoadBalancingSettings:
 
 def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> LoadBalancingSettings | None:
     """Return the settings of the load-balancing loss of a model; `coefficient` is the factor of this loss in the total
-    loss. Return None if `coefficient` is 0. Raise ConfigError if transformers has no load-balancing loss for the
-    model."""
+    loss. Return None if `coefficient` is 0. Raise ConfigError if transformers has no such loss for the model."""
     if not coefficient:
         return None
     config: Any = model.config.get_text_config()

@@ -56,8 +56,7 @@ logger = logging.getLogger(__name__)
 class TokenBatch(Batch):
     samples: Sequence[Sample]
     scored_index_N: Tensor
-    """Indices of the trained tokens whose log-probabilities this rank computes, as `LogprobScorer.forward` expects
-    them."""
+    """Indices of the trained tokens whose log-probabilities this rank computes, as `LogprobScorer.forward` expects."""
     is_local_N: Tensor | None
     """Mask over all trained tokens: True for tokens whose log-probabilities this rank computes; None: all tokens."""
     trained_positions: Sequence[np.ndarray]
@@ -81,8 +80,7 @@ class InputProcessing(NamedTuple):
     processor_files: Mapping[str, bytes] = {}
     """Content of the processor files that exports include, by path in the model's folder."""
     num_token_ids: int | None = None
-    """Number of token ids of the tokenizer, which the output head can exceed; None: each row of the output head is a
-    token id."""
+    """Number of token ids of the tokenizer, which the output head can exceed; None: each of its rows is a token id."""
 
 
 def make_input_processing(

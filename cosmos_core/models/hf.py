@@ -148,8 +148,7 @@ def model_without_weights(
 
 def check_row_length(config: PretrainedConfig, max_length: int) -> None:
     """Raise ModelError if rows of `max_length` tokens exceed the number of tokens above which transformers changes the
-    rotary embedding of a whole batch (`longrope`, `dynamic`), so that results would depend on the longest row of a
-    batch."""
+    rotary embedding of a whole batch (`longrope`, `dynamic`), so that results would depend on the longest row."""
     text_config = config.get_text_config()
     rope_parameters = getattr(text_config, "rope_parameters", None) or {}
     for rope_config in [rope_parameters] if "rope_type" in rope_parameters else rope_parameters.values():

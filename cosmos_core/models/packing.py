@@ -306,8 +306,7 @@ def _compute_device(model: PreTrainedModel) -> torch.device:
 def _is_packing_exact(
     model: PreTrainedModel, root_modules: Sequence[Any], attention_name: str, dtype: torch.dtype
 ) -> bool:
-    """Return True if packed rows have the same outputs as separate rows, in `dtype`; the outputs are those of
-    `_compute_probe_outputs`.
+    """Return True if packed rows have the same outputs (of `_compute_probe_outputs` in `dtype`) as separate rows.
 
     Separate rows use the attention function `attention_name`. This function leaves packed attention enabled.
     """

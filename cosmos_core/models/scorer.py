@@ -40,8 +40,7 @@ class RequestedOutputs:
     temperature: float = 1.0
     """Temperature by which logits are divided before any output is computed."""
     entropy: Literal["", "value", "gradient"] = ""
-    """Entropy of each token's distribution, in nats: not computed if empty, `value`: without, `gradient`: with
-    gradient."""
+    """Entropy of each token's distribution, in nats; empty: none, `value`: without, `gradient`: with gradient."""
     top_k: int = 0
     """Number of most likely token ids to return for each token, with their log-probabilities, which have gradients."""
     is_argmax: bool = False
@@ -128,8 +127,7 @@ class LogprobScorer(nn.Module):
     def score_batch(
         self, batch: Any, output_request: RequestedOutputs, dtype: torch.dtype, inputs: dict[str, Any] | None = None
     ) -> dict[str, Tensor]:
-        """Return the requested outputs for a `TokenBatch`. The model gets `inputs` or, if that is None, the inputs of
-        the batch."""
+        """Return the requested outputs for a `TokenBatch`. The model gets `inputs` or, if None, those of the batch."""
         return self(
             inputs or batch.inputs, batch.scored_index_N, output_request=output_request, dtype=dtype,
             loss_gradient_N=batch.loss_gradient_N, top_ids_NK=batch.top_ids_NK,

@@ -93,8 +93,7 @@ def _check_images(
     family: DiffusionModel, model: Any, folder: Path, dtype: torch.dtype | None, model_class: str | None
 ) -> list[str]:
     """Check that the exported pipeline, and the base pipeline with the exported adapter, generate the same image as the
-    policy in memory. Return a text about each check. `dtype` is that of the exported denoiser; None: that of the
-    policy."""
+    policy in memory. Return a text about each check. `dtype` is that of the exported denoiser; None: the policy's."""
     export_dtype, probe_settings, num_threads = dtype or model.dtype, family.probe_settings(), torch.get_num_threads()
     with merge_adapter(model):
         policy_images = {"images": _generate_with_rounded_weights(family, model, export_dtype)}

@@ -156,8 +156,7 @@ def format_headline_metric(stage: StageRecord) -> str:
 
 
 def list_stage_times(stage: StageRecord) -> list[tuple[str, str]]:
-    """Return times, number of attempts, input stages and machines of a stage as pairs of name and text, without unknown
-    values."""
+    """Return the known times, number of attempts, input stages and machines of a stage as pairs of name and text."""
     stage_state = stage.state
     time_texts = [
         ("started", formatting.format_timestamp(stage_state.spans[0][0] if stage_state.spans else None)),
@@ -217,8 +216,7 @@ def choose_css_classes(samples: Sequence[LoggedSample | None]) -> str:
 
 
 def select_shown_rollouts(stage: StageRecord) -> list[LoggedSample]:
-    """Return the first four rollouts of the first and of the last logged step of a training; empty for training
-    without rollouts."""
+    """Return the first four rollouts of the first and last logged step of a training; empty without rollouts."""
     if stage.kind.feed != "rollouts":
         return []
     steps = sorted({line.step for line in stage.samples})

@@ -52,11 +52,10 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, attention_name: str, tp_s
 def shard_rows(
     inputs: dict[str, Any], scored_index_N: Tensor, mesh: DeviceMesh
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """Return three things for this rank: its shard of the model inputs of packed rows, with `shift_labels`, the next
-    token of each token; the indices in this shard of its scored tokens (tokens whose outputs the loss needs); and a
-    mask that marks them among all N scored tokens. `scored_index_N` are the indices of all scored tokens in the packed
-    rows. `sequence_bounds` stay those of the whole packed rows, whose length must be divisible by the number of
-    ranks."""
+    """Return for this rank: its shard of the model inputs of packed rows, with `shift_labels`, the next token of each
+    token; the indices in this shard of its scored tokens (tokens whose outputs the loss needs); and a mask that marks
+    them among all N scored tokens. `scored_index_N` are the indices of all scored tokens in the packed rows.
+    `sequence_bounds` stay those of the whole packed rows, whose length must be divisible by the number of ranks."""
     ids_1P = inputs["input_ids"]
     shard_length, num_remaining_tokens = divmod(ids_1P.shape[1], mesh.size())
     assert not num_remaining_tokens, "packed rows are as long as `collate_rows` was told to fill them"

@@ -27,9 +27,8 @@ _TOKEN_DISPATCH_STYLE = "ep_dispatch_experts"
 
 
 def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> None:
-    """Apply expert parallelism to a model: keep only this rank's experts of every layer, sharded by FSDP over
-    `mesh.ep_fsdp`, and send tokens to the ranks of their experts. Call this function before `apply_fsdp`; for errors
-    see `find_split_experts`."""
+    """Apply expert parallelism: keep only this rank's experts of every layer, sharded by FSDP over `mesh.ep_fsdp`, and
+    send tokens to the ranks of their experts. Call it before `apply_fsdp`; for errors see `find_split_experts`."""
     # `EpDispatchExpertsParallel` is not imported at module level, because transformers 5.17 lacks it.
     from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 

@@ -119,8 +119,7 @@ def reshard(root_module: nn.Module) -> None:
 def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the full tensor of each entry of `tensors`, a mapping or a model with its state dict, in the
     same order on all ranks, which must iterate together. A tensor that some ranks lack, such as a weight of another
-    pipeline stage, is broadcast by the lowest rank that has it. A tensor that is not sharded is yielded without a
-    copy."""
+    pipeline stage, is broadcast by the lowest rank that has it. An unsharded tensor is yielded without a copy."""
     local_tensors = tensors.state_dict(keep_vars=True) if isinstance(tensors, nn.Module) else tensors
     local_tensor_metadata = {name: (t.shape, t.dtype, local_shard(t).device.type) for name, t in local_tensors.items()}
     tensor_metadata_by_rank = all_gather_object(local_tensor_metadata)

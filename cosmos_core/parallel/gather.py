@@ -48,9 +48,8 @@ class FullTensorGatherer:
         self._shared_memories: list[_SharedMemory | None] = [None, None]
 
     def full_tensors(self, tensor_templates: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return full tensors by name, for each name in `tensor_templates`. A template has the shape and dtype of the
-        full tensor, and can be on the meta device. The memory of the returned tensors is reused when no reference to
-        them is left."""
+        """Return full tensors by name, for each name in `tensor_templates`; their memory is reused when no reference to
+        them is left. A template has the shape and dtype of the full tensor, and can be on the meta device."""
         if self._uses_shared_memory and (shared_memory := self._reusable_memory(tensor_templates)) is not None:
             return self._gather_by_shared_memory(shared_memory, tensor_templates)
         tensors = dict(full_tensors({name: self.tensors[name] for name in tensor_templates if name in self.tensors}))
@@ -90,8 +89,7 @@ class FullTensorGatherer:
 
 
 class _SharedMemory:
-    """Anonymous memory of `num_bytes` bytes that several processes map; the operating system frees it with the last
-    mapping."""
+    """Anonymous memory of `num_bytes` bytes that several processes map; the system frees it with the last mapping."""
 
     def __init__(self, file_descriptor: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes

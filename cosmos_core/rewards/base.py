@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 
 PENALTY_REWARDS = frozenset({"overlong"})
-"""Names of packaged reward functions that are penalties: the best value of a penalty is 0, that of other functions is
-1."""
+"""Names of packaged reward functions that are penalties: the best value of a penalty is 0, that of others is 1."""
 
 RewardConfig: TypeAlias = "dict[str, float] | RemoteRewardConfig"
 """Reward functions with their weights in the total reward, or the settings of the rewards of a remote service."""

@@ -138,8 +138,7 @@ class MissingScoresError(Exception):
 
 
 class ServiceRequest:
-    """Request to a reward service. It is enqueued again whenever the service has lost it, until its scores are
-    fetched."""
+    """Request to a reward service, enqueued again whenever the service has lost it, until its scores are fetched."""
 
     def __init__(
         self,

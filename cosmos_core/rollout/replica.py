@@ -37,8 +37,7 @@ can wait for other engines between two buckets."""
 
 
 class EngineDescription(NamedTuple):
-    """Description of an engine and its process: name, weight format, process id, and support of NCCL or CUDA IPC for
-    weights."""
+    """Description of an engine: its name, weight format, process id, and support of NCCL or CUDA IPC for weights."""
 
     name: str
     weight_format: WeightFormat

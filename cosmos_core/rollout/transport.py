@@ -18,8 +18,7 @@ from cosmos_core.rollout.vllm import import_vllm, set_environment
 from cosmos_core.rollout.vllm_process import restore_process_state
 
 _MAX_BUFFER_BYTES = (1 << 63) - 1
-"""Size in bytes of vLLM's receive buffers: the largest 64-bit integer, so that vLLM receives each bucket by one
-broadcast."""
+"""Size in bytes of vLLM's receive buffers: the largest 64-bit integer, so that each bucket is one broadcast."""
 
 
 class WeightTransport:

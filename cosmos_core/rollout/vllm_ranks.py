@@ -67,8 +67,7 @@ def initialize_weight_reload(vllm_worker: Any) -> None:
 
 
 def load_bucket(vllm_worker: Any, packed_bucket: PackedBucket | None = None) -> None:
-    """Load the next bucket of weights into a rank; without `packed_bucket`, it is the bucket that the rank's native
-    link received."""
+    """Load the next bucket of weights into a rank; without `packed_bucket`, the one that its native link received."""
     from vllm.config import set_current_vllm_config
 
     tensors = unpack_bucket(packed_bucket) if packed_bucket is not None else vllm_worker.weight_link.take_bucket()

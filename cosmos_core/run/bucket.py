@@ -165,8 +165,7 @@ class Bucket:
                     raise
 
     def read_clock(self, prefix: str) -> float:
-        """Return the time by the clock of the S3 store, in seconds since 1970, from the response to a listing of
-        `prefix`."""
+        """Return the time by the clock of the S3 store, in seconds since 1970, read from a listing of `prefix`."""
         listing_page = self.s3_client.list_objects_v2(Bucket=self.name, Prefix=prefix, MaxKeys=1)
         return parsedate_to_datetime(listing_page["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
 

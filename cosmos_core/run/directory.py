@@ -219,8 +219,7 @@ def flow_runs_folder(output_dir: Path) -> Path:
 
 
 def record_flow_run(run: Run, flow_run_id: str) -> None:
-    """Save the id of a run in a file named after the flow run that works on it, so that each can be found by the
-    other."""
+    """Save the id of a run in a file named after the flow run that works on it, so that each leads to the other."""
     flow_runs_path = flow_runs_folder(run.output_dir)
     flow_runs_path.mkdir(parents=True, exist_ok=True)
     write_text(flow_runs_path / flow_run_id, run.id)

@@ -85,9 +85,8 @@ def download_url(location: str, output_dir: Path) -> str:
 
 
 def download_pinned_url(url: str, downloads_folder: Path, on_file_start: Callable[[], None] = lambda: None) -> Path:
-    """Return the file or folder below `downloads_folder` with the content of an S3 URL, after downloading the objects
-    that are missing there. Without a digest in the URL, its present content is used. For errors see
-    `download_inputs`."""
+    """Return the file or folder below `downloads_folder` with the content of an S3 URL, after downloading the missing
+    objects. Without a digest in the URL, its present content is used. For errors see `download_inputs`."""
     pinned_url = url if _URL_PIN_PATTERN.search(url) else append_content_digest(url)
     unpinned_url, _, digest = pinned_url.rpartition("#")
     local_folder = downloads_folder / digest

@@ -61,8 +61,7 @@ class TrainingEstimate:
     peak: int
     """Bytes of memory of one GPU at the peak of a train step, the sum over all uses."""
     engine_weights: int
-    """Bytes of memory of one GPU for the rollout engine's own copy of the weights; 0 if it uses the trainer's
-    weights."""
+    """Bytes of memory of one GPU for the rollout engine's own copy of the weights; 0 if it uses the trainer's."""
     kv_cache: int | None
     """Bytes of the rollout engine's KV cache if all concurrent sequences have their maximum length; None: unknown."""
     sequence_length: int

@@ -47,8 +47,7 @@ _FULL_WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("checkpoint", "module")
 
 
 class RolloutSetup:
-    """Rollout engine and rewards of a stage. Each is opened at its first use, and closed with the `exit_stack` of the
-    caller."""
+    """Rollout engine and rewards of a stage, each opened at its first use and closed with the caller's `exit_stack`."""
 
     def __init__(self, stage: Stage, trainer: Trainer, exit_stack: ExitStack) -> None:
         self._stage, self._trainer, self.exit_stack = stage, trainer, exit_stack

@@ -192,8 +192,7 @@ def _validation_settings(reason_text: str) -> Iterator[ProposedSetting]:
 
 def _infer_columns(options: CliOptions, method: TrainingMethod, location: str, row: Row) -> tuple[dict[str, str], str]:
     """Infer from `row`, an example row at `location`, which columns the recipe must name. Return their names, by the
-    command-line option that would set each, and the reason as text. Raise DataError if the columns cannot be
-    inferred."""
+    command-line option that would set each, and the reason as text. Raise DataError if they cannot be inferred."""
     row_kind = load_tokenised_kind(method.rows)
     column_by_option = {name: column for name in _TEXT_COLUMN_OPTIONS if (column := getattr(options, name))}
     try:

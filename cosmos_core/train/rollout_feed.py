@@ -146,9 +146,8 @@ class PromptOrder:
 
 
 def make_group_filter(algorithm_config: AlgorithmConfig) -> GroupFilter | None:
-    """Return the filter that drops groups without a learning signal, that is, groups whose completions have equal
-    rewards; None: all groups are trained on. Raise `RewardError` if the filter compares a metric that no reward
-    function reports."""
+    """Return the filter that drops groups without a learning signal, whose completions have equal rewards; None: all
+    groups are trained on. Raise `RewardError` if the filter compares a metric that no reward function reports."""
     if algorithm_config.dynamic_sampling is None:
         return None
     group_filter = GroupFilter(*algorithm_config.dynamic_sampling)

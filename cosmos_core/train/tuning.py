@@ -86,8 +86,7 @@ class SettingsSearch:
     def run(self) -> SpeedSettings:
         """Return the fastest settings. First measure each number of rows per pass with the most threads, from the
         smallest, which needs the least memory. Then measure each smaller number of threads with the fastest number of
-        rows so far and, if this is not slow, with larger and smaller numbers. Finally measure the fastest settings
-        again."""
+        rows so far and, if this is not slow, with larger and smaller numbers. Finally measure the fastest again."""
         self._measure_if_affordable(self._start_settings)
         self._measure_nearby_row_counts(self._start_settings)
         for num_threads in reversed(self._thread_counts[:-1]):
@@ -273,8 +272,7 @@ class _Measurement:
         return [size for size in speed_tuning._row_counts if size <= rows_per_rank] or speed_tuning._row_counts[:1]
 
     def read_samples(self) -> list[Any]:
-        """Return all samples of the train step, divided into micro-batches of the number of rows that is being
-        measured."""
+        """Return all samples of the train step, divided into micro-batches of the measured number of rows."""
         return self._batching_feed.reread_newest_samples() if self._batching_feed else self._all_samples
 
     def is_affordable(self, settings: SpeedSettings, expected_seconds: float) -> bool:

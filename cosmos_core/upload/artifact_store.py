@@ -78,8 +78,7 @@ class ArtifactStore:
         return run_files
 
     def put_outputs(self, stage_path: Path, result: Result) -> None:
-        """Store the output files that the manifest `result` of a finished stage lists; files with the same content are
-        stored once."""
+        """Store the output files that the manifest `result` of a finished stage lists; equal files are stored once."""
         file_by_digest = {record["sha256"]: stage_path / record["path"] for record in result["outputs"]}
         with translate_errors(self.url):
             self._content_store.send(file_by_digest, stage_path / JOURNAL_FILE)

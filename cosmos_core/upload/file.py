@@ -24,9 +24,8 @@ class FileTarget:
         self._check_cancellation: Callable[[], None] = lambda: None
 
     def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
-        """Set the function `check_cancellation`, which `publish` calls before it replaces the link `latest`; the
-        function can raise an error to end the publication. No journal is kept in `folder`: an interrupted copy starts
-        again."""
+        """Set the function `check_cancellation`, which `publish` calls before it replaces the link `latest`, and which
+        can raise an error to end the publication. No journal is kept in `folder`: an interrupted copy starts again."""
         self._check_cancellation = check_cancellation
 
     def check(self) -> None:

@@ -58,9 +58,8 @@ class HubTarget:
             raise ConfigError(f"hub://{self._repository_name}: {problem}; set one that may, or name another owner")
 
     def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
-        """Set the function `check_cancellation`, which is called before each request and before the commit; the
-        function can raise an error to end the publication. No journal is kept in `folder`, because the Hub skips files
-        that it has."""
+        """Set the function `check_cancellation`, which is called before each request and the commit, and can raise an
+        error to end the publication. No journal is kept in `folder`, because the Hub skips files that it has."""
         self._check_cancellation = check_cancellation
 
     @cached_property

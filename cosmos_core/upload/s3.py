@@ -34,8 +34,7 @@ class S3Target:
 
     def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
         """Keep a journal in `folder`, with which `publish` continues an interrupted upload. `publish` calls
-        `check_cancellation` before it sends a part or moves the pointer; the function can raise an error to end the
-        upload."""
+        `check_cancellation` before it sends a part or moves the pointer; the function's errors end the upload."""
         self.file_transfer.journal = UploadJournal(folder / JOURNAL_FILE)
         self.file_transfer.check_cancellation = check_cancellation
 

@@ -79,8 +79,7 @@ class FileTransfer:
 
     def send(self, files: dict[str, tuple[Path, str]]) -> None:
         """Upload files to the bucket, except those that it has; `files` maps each object key to a file and its SHA-256.
-        Raise UploadError if after each attempt the stored object has another SHA-256, for example because the file has
-        changed."""
+        Raise UploadError if the stored object has another SHA-256 after each attempt, as after a change of the file."""
         file_arguments = ((key, *file_and_digest) for key, file_and_digest in files.items())
         thread_map(self._send_file, file_arguments, _MAX_PARALLEL_FILES, "upload")
 
@@ -174,8 +173,7 @@ class FileTransfer:
         return etag
 
     def _send_with_md5(self, send_request: Callable[..., Any], content: bytes, **request_arguments: Any) -> str:
-        """Send `content` in one request, up to three times if it arrives altered; return the ETag of the stored
-        data."""
+        """Send `content` in one request, up to three times if it arrives altered; return its ETag."""
         md5_hash = hashlib.md5(content, usedforsecurity=False)
         content_md5 = base64.b64encode(md5_hash.digest()).decode()
         for _ in range(_MAX_UPLOAD_ATTEMPTS):

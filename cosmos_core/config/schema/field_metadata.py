@@ -65,9 +65,8 @@ class ReferenceKind(Enum):
 
 
 def class_choices(package_folder: str, suffix: str) -> SupportedValues:
-    """Return the metadata with the supported values of a field that names a class: import paths of user code, and the
-    names of the built-in classes in a folder of this package (see `registry.list_defined_names`), without their
-    `suffix`."""
+    """Return the metadata with the supported values of a field that names a class: import paths of user code, and names
+    of built-in classes in a folder of this package (see `registry.list_defined_names`), without their `suffix`."""
     names = tuple(list_defined_names(package_folder, suffix))
     remedy = "take one of them, or a class of your own, path/file.py:Class"
     return SupportedValues(names, f"this version has {', '.join(map(repr, names))}; {remedy}", takes_import_paths=True)

@@ -28,8 +28,7 @@ class MultiTurnRolloutConfig(Table):
     """Tools that the policy may call: functions decorated with `@tool` of `cosmos_core.tools.base`, as
     `path/file.py:function` or `module:function`. A row's column `tools` replaces the tools in its prompt."""
     tool_timeout_seconds: Annotated[PositiveFloat, FieldUnit("seconds"), EnabledBy("enable_tools")] = 10.0
-    """Time limit of a tool call, after which the call is killed; the result of the call is then an error message for
-    the policy."""
+    """Time limit of a tool call, after which the call is killed; its result is then an error message for the policy."""
     tool_env: Annotated[StringOrList, ResultNeutral, EnabledBy("enable_tools")] = ()
     """Names of environment variables that tools receive, such as the key of a service, in addition to those that every
     subprocess receives, such as PATH; their values are masked in logs."""

@@ -36,8 +36,7 @@ class StageConfig(Table):
     """`[[pipeline.stages]]`: one stage of the pipeline."""
 
     name: str
-    """Name of the stage, unique in the pipeline. It is the name of the stage's folder, and names the stage in `after`
-    and `stage:NAME`."""
+    """Name of the stage, unique in the pipeline: the name of its folder, also used in `after` and `stage:NAME`."""
     kind: str
     """Kind of the stage: prepare, sft, rl, sample, validate, evaluate, merge, export, select, gate, upload, report or
     custom."""

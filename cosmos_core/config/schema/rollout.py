@@ -204,8 +204,7 @@ class RolloutConfig(Table):
                 yield f"{key} = {temperature}: {reason}; or set rollout.backend = 'hf'"
 
     def _greedy_sampling_errors(self, stage: StageContext) -> Iterator[str]:
-        """Yield errors for sampling settings with which all completions of a prompt are equal, so that nothing would be
-        learned."""
+        """Yield errors for sampling settings with which all completions of a prompt are equal: nothing is learned."""
         sampling = self.sampling_config
         if stage.recipe.policy.is_diffusers or not stage.recipe.train.train_policy.has_group_relative_advantages:
             return

@@ -37,8 +37,7 @@ class SampleStageConfig(Table):
     """`[sample]`: the completions that a stage of kind `sample` keeps as rows."""
 
     keep: KeepConfig = KeepConfig(best=1)
-    """Settings that select the completions that become rows. `rollout.n_generation` is the number of completions of
-    each prompt."""
+    """Selection of the completions that become rows. `rollout.n_generation` is the number of completions per prompt."""
     pairs: Literal["", "best-worst"] = ""
     """Format of the rows. Empty: a conversation for SFT. `best-worst`: a pair for DPO, of the best completion that
     passes `keep` and the worst completion of the same prompt."""

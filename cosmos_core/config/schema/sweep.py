@@ -33,8 +33,7 @@ class SweepConfig(Table):
     mode: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value is the best; among equal values the first branch wins."""
     through: StringOrList = ()
-    """Later stages that are copied into each branch, with all stages between them and this stage, such as a `validate`
-    stage."""
+    """Later stages that are copied into each branch, with all stages in between, such as a `validate` stage."""
     max_parallel: Annotated[PositiveInt | None, ResultNeutral] = None
     """Maximum number of branch stages that run concurrently; None: one, or with a `work_pool` the limit of the pool."""
     branches: Annotated[tuple[SweepBranch, ...], Field(strict=False)] = ()

@@ -71,8 +71,7 @@ class Table(BaseModel):
     )
 
     enabling_field: ClassVar[str] = ""
-    """Name of the field that enables the table; while this field is off, the other fields have no effect. Empty: the
-    table is always enabled."""
+    """Name of the field that enables the table; while it is off, other fields have no effect. Empty: always enabled."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Add the keys that `unused.toml` declares for the table, after its other keys."""

@@ -15,8 +15,7 @@ def load_row_kind(name: str) -> RowKind:
 
 
 def load_tokenised_kind(name: str) -> TokenisedKind:
-    """Return the kind of rows named `name`, which must be a kind of text rows, such as `sequences`, `pairs` or
-    `prompts`."""
+    """Return the kind `name`, which must be a kind of text rows, such as `sequences`, `pairs` or `prompts`."""
     row_kind = load_row_kind(name)
     assert isinstance(row_kind, TokenisedKind)
     return row_kind

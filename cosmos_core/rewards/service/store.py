@@ -34,8 +34,7 @@ class MemoryStore:
         return uuid in self._unfinished_uuids
 
     async def put(self, uuid: str, reward_name: str, scores_json: str) -> None:
-        """Store the scores of one reward for the request `uuid` as JSON text; do nothing if the store already has these
-        scores."""
+        """Store the scores of one reward for the request `uuid` as JSON text; do nothing if it already has them."""
         if (uuid, reward_name) in self._scores:
             return
         self._scores[uuid, reward_name] = time.monotonic() + self._retention_seconds, scores_json
