@@ -221,10 +221,8 @@ class Sampling:
     def is_off_policy(self) -> bool:
         """Return True if the distribution from which tokens are sampled may differ from the distribution of the policy
         that is trained on them."""
-        changes_distribution = self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1
-        return (
-            changes_distribution or self.policy_temperature not in (None, self.temperature) or self.may_use_old_weights
-        )
+        changes_sampling = self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1
+        return changes_sampling or self.policy_temperature not in (None, self.temperature) or self.may_use_old_weights
 
 
 @dataclass(frozen=True, slots=True)

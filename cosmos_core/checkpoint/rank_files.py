@@ -56,9 +56,7 @@ def write_rank_files(folder: Path, tensors: Mapping[str, LocalTensor], state_jso
     if tensors:
         tensor_offsets = {name: {SAVED_OFFSETS_KEY: local_tensor.offsets} for name, local_tensor in tensors.items()}
         metadata = {"format": "pt", CUSTOM_METADATA_KEY: json.dumps(tensor_offsets)}
-        file_blocks = safetensors_blocks(
-            {name: local_tensor.tensor for name, local_tensor in tensors.items()}, metadata
-        )
+        file_blocks = safetensors_blocks({name: each.tensor for name, each in tensors.items()}, metadata)
         tensor_file = folder / f"rank_{rank}.safetensors"
         file_records[tensor_file.name] = _write_file(tensor_file, file_blocks)
     return file_records
@@ -77,12 +75,9 @@ def safetensors_blocks(tensors: Mapping[str, torch.Tensor], metadata: dict[str, 
     header: dict[str, object] = {"__metadata__": metadata}
     end_byte = 0
     for name, tensor in sorted_tensors:
-        start_byte, end_byte = end_byte, end_byte + tensor.nbytes
-        header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start_byte, end_byte],
-        }
+        offsets = [end_byte, end_byte + tensor.nbytes]
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        end_byte += tensor.nbytes
     header_bytes = json.dumps(header).encode()
     header_bytes += b" " * (-len(header_bytes) % 8)
     yield len(header_bytes).to_bytes(8, "little") + header_bytes

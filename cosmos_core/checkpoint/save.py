@@ -209,12 +209,10 @@ class Checkpointer:
         if self._max_keep == -1:
             return
         folders = {n: step_folder(self._folder, n) / "policy" for n in saved_steps(self._folder) if n <= newest_step}
-        counted_steps = [
-            n for n, p in folders.items() if resume.read_manifest(p).get("fingerprint") == self._fingerprint
-        ]
-        deleted_steps = [
-            step for step in counted_steps[: -self._max_keep] if best_step is None or step != best_step.step
-        ]
+        manifests = {n: resume.read_manifest(p) for n, p in folders.items()}
+        counted_steps = [n for n, each in manifests.items() if each.get("fingerprint") == self._fingerprint]
+        old_steps = counted_steps[: -self._max_keep]
+        deleted_steps = [step for step in old_steps if best_step is None or step != best_step.step]
         if not deleted_steps or resume.resume_obstacle(self._folder, newest_step, self._fingerprint, skips_hash=True):
             return
         for step in deleted_steps:

@@ -76,9 +76,7 @@ def json_values(train_state: TrainState) -> dict[str, JsonValue]:
     """Return the JSON values of a training state: `loop_state`, and the states of the data feed and of the algorithm.
     Each tensor is replaced by a JSON object with the tensor's name."""
     state_by_field = {name: getattr(train_state, name) for name in _STATEFUL_FIELD_NAMES}
-    return train_state.loop_state | {
-        key: _extract_tensors(value, key, {}) for key, value in state_by_field.items() if value
-    }
+    return train_state.loop_state | {k: _extract_tensors(v, k, {}) for k, v in state_by_field.items() if v}
 
 
 def restore_json_values(train_state: TrainState, saved_values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -170,10 +168,8 @@ def restore_rng(rng_states: Mapping[str, Any]) -> None:
     """Restore the random generators from a result of `capture_rng`; GPUs that were absent at capture are unchanged."""
     python_version, python_state, next_gauss = rng_states["python"]
     random.setstate((python_version, tuple(python_state), next_gauss))
-    generator_keys, generator_position, has_gauss, cached_gaussian = rng_states["numpy"]
-    np.random.set_state(
-        ("MT19937", np.array(generator_keys, dtype=np.uint32), generator_position, has_gauss, cached_gaussian)
-    )
+    generator_keys, *position_and_gauss = rng_states["numpy"]
+    np.random.set_state(("MT19937", np.array(generator_keys, dtype=np.uint32), *position_and_gauss))
     torch.set_rng_state(_decode_rng_state(rng_states["torch"]))
     for device, encoded_state in enumerate(rng_states["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(_decode_rng_state(encoded_state), device)

@@ -79,10 +79,8 @@ def _make_item_reader(path: Path, split: str, dataset: DatasetConfig, config_key
     split_name = tar_split.partition("[")[0] if metadata_file else tar_split
     has_metadata = metadata_file is not None and not text_files
     if split_name not in {"", "train"} and not tar_files and path.is_dir() and (has_metadata or is_media_folder(path)):
-        missing_split_text = (
-            "rows to take a slice of; name the split alone" if "[" in split_name else "folder of that name"
-        )
-        raise DataError(f"{config_key}.split = {split!r}, but {path} has no {missing_split_text}")
+        missing_text = "rows to take a slice of; name the split alone" if "[" in split_name else "folder of that name"
+        raise DataError(f"{config_key}.split = {split!r}, but {path} has no {missing_text}")
     has_captions = any(path.is_dir() and f.with_suffix(end).is_file() for f in text_files for end in MEDIA_SUFFIXES)
     if "[" in split and (tar_files or (text_files and not has_captions)):
         raise DataError(f"{config_key}.split = {split!r}: {path} has no rows to take a slice of; name the split alone")

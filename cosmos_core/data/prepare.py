@@ -209,9 +209,8 @@ def _make_mixture_statistics(sources: list[_RowSource], counts_by_source: list[S
         for source, source_counts in zip(sources, counts_by_source, strict=True)
     ]
     total_rows = sum(entry["rows"] for entry in source_entries)
-    for entry, count in zip(
-        source_entries, divide_in_proportion(total_rows, [e["weight"] for e in source_entries]), strict=True
-    ):
+    row_counts = divide_in_proportion(total_rows, [entry["weight"] for entry in source_entries])
+    for entry, count in zip(source_entries, row_counts, strict=True):
         if not count and entry["rows"]:
             problem = f"is {entry['weight']:g}, which gives it none of the {total_rows:,} rows of an epoch"
             raise DataError(f"train.train_policy.datasets: the weight of {entry['source']} {problem}; raise it")
@@ -342,9 +341,8 @@ def _tokenise_rows(stage: Stage, row_spec: RecordSpec, rows: Rows) -> Generator[
 def _convert_in_worker(
     model: str, policy_config: PolicyConfig, row_spec: RecordSpec, rows: list[LocatedRow]
 ) -> RowChunk:
-    return convert_rows(
-        _load_cached_tokenizer(model, policy_config.model_revision, policy_config.chat_template), row_spec, rows
-    )
+    tokenizer = _load_cached_tokenizer(model, policy_config.model_revision, policy_config.chat_template)
+    return convert_rows(tokenizer, row_spec, rows)
 
 
 def _load_tokenizer(model: str, policy_config: PolicyConfig) -> PreTrainedTokenizerBase:

@@ -38,11 +38,9 @@ def _is_flag_value(value: Any) -> bool:
 def check_part_keys(content: Any, location: str) -> None:
     """Raise DataError if a part of a turn's content has a key that selects tokens to learn: a turn is learned whole."""
     for part in content if isinstance(content, list) else ():
-        selection_keys = [key for key in (*_WEIGHT_KEYS, *_UNSUPPORTED_KEYS) if isinstance(part, dict) and key in part]
-        if selection_keys:
-            raise DataError(
-                f"{location}: a part of the content has {selection_keys[0]!r}; put it on the turn, learned whole"
-            )
+        for key in (*_WEIGHT_KEYS, *_UNSUPPORTED_KEYS):
+            if isinstance(part, dict) and key in part:
+                raise DataError(f"{location}: a part of the content has {key!r}; put it on the turn, learned whole")
 
 
 def is_trained_turn(turn: dict[str, Any]) -> bool:

@@ -55,9 +55,8 @@ def open_benchmarks(config: EvaluateConfig) -> Benchmarks:
         if getattr(task, "MULTIMODAL", False):
             raise ConfigError(f"evaluate.tasks: {name!r} has images, and evaluations have text alone; leave it out")
     num_items_by_name = {name: len(task.eval_docs) for name, task in tasks.items()}
-    return Benchmarks(
-        task_manager, task_names, {name: min(n, config.limit or n) for name, n in num_items_by_name.items()}
-    )
+    num_evaluated_by_name = {name: min(n, config.limit or n) for name, n in num_items_by_name.items()}
+    return Benchmarks(task_manager, task_names, num_evaluated_by_name)
 
 
 def _open_task_manager(config: EvaluateConfig) -> TaskManager:

@@ -107,9 +107,8 @@ def _describe_model(stage: Stage) -> str:
     name of the model's architecture."""
     policy_config, uses_chat_template = stage.recipe.policy, stage.recipe.evaluate.apply_chat_template
     model_config = load_config(stage.model, policy_config.model_revision)
-    tokenizer = load_tokenizer(
-        stage.model, policy_config.model_revision, policy_config.chat_template if uses_chat_template else None
-    )
+    chat_template = policy_config.chat_template if uses_chat_template else None
+    tokenizer = load_tokenizer(stage.model, policy_config.model_revision, chat_template)
     if uses_chat_template and not tokenizer.chat_template:
         problem = f"evaluate.apply_chat_template = true: {stage.model!r} has no chat template"
         raise ModelError(f"{problem}; set it to false, or policy.chat_template to one")

@@ -22,9 +22,8 @@ def read_prompt_sets(config: EvaluateConfig) -> dict[str, list[Prompt]]:
     try:
         return {name: _read_prompt_set(location, config.limit) for name, location in config.prompt_sets.items()}
     except DataError as error:  # replace names of data set settings, which prompt sets do not have, in the message
-        error_text = (
-            str(error).partition(f"; set {_PROMPTS_KEY}.split")[0].replace(f"{_PROMPTS_KEY}.name", _PROMPTS_KEY)
-        )
+        error_text = str(error).partition(f"; set {_PROMPTS_KEY}.split")[0]
+        error_text = error_text.replace(f"{_PROMPTS_KEY}.name", _PROMPTS_KEY)
         raise DataError(error_text.replace(f"{_PROMPTS_KEY}.split =", f"{_PROMPTS_KEY}: the split is")) from error
 
 
@@ -34,9 +33,8 @@ def _read_prompt_set(location: str, max_prompts: int | None) -> list[Prompt]:
         raise DataError(f"{_PROMPTS_KEY}: {location} does not exist; give a file, a folder or the name of a known set")
     split = "test" if prompts_path.is_dir() else "train"
     prompts: list[Prompt] = []
-    for item in islice(
-        open_media_items(DatasetConfig(name=str(prompts_path), split=(split,)), _PROMPTS_KEY)(), max_prompts
-    ):
+    read_items = open_media_items(DatasetConfig(name=str(prompts_path), split=(split,)), _PROMPTS_KEY)
+    for item in islice(read_items(), max_prompts):
         if item.problem or not item.prompt:
             raise DataError(f"{_PROMPTS_KEY}: {location}: {item.problem or f'{item.location}: the prompt is empty'}")
         reference_response = find_reference_response(item.metadata, "")

@@ -51,9 +51,8 @@ def load_text_rows(folder: Path, max_length: int) -> tuple[str, list[TokenIds]]:
     split_name = VALIDATION_SPLIT if has_split(folder, VALIDATION_SPLIT) else TRAIN_SPLIT
     rows_table = open_table(folder, split_name)
     id_columns = [name for name in rows_table.column_names if name.endswith("_ids")]
-    ids_and_image_counts = zip(
-        rows_table[id_columns[0]] if id_columns else (), RowImages(rows_table).num_images, strict=False
-    )
+    id_rows = rows_table[id_columns[0]] if id_columns else ()
+    ids_and_image_counts = zip(id_rows, RowImages(rows_table).num_images, strict=False)
     token_id_rows = (ids.as_py() for ids, num_images in ids_and_image_counts if not num_images)
     truncated_rows = (row[: min(MAX_COMPARED_TOKENS, max_length - 1)] for row in token_id_rows if len(row) > 1)
     selected_rows = list(islice(truncated_rows, MAX_COMPARED_ROWS))

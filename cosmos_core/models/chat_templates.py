@@ -30,10 +30,8 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> N
         try:
             template_text = Path(os.path.expanduser(name)).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            template_names = ", ".join(CHAT_TEMPLATES)
-            raise ConfigError(
-                f"policy.chat_template = {name!r} is none of {template_names}, and no file: {error}"
-            ) from None
+            templates = ", ".join(CHAT_TEMPLATES)
+            raise ConfigError(f"policy.chat_template = {name!r} is none of {templates}, and no file: {error}") from None
         check_template_text("policy.chat_template", name, template_text)
         tokenizer.chat_template = template_text
         return

@@ -83,14 +83,12 @@ class Denoiser(ModelAdapter):
         `guidance`. `num_conditioning_B` is the number of clean conditioning frames of each sample. Samplers call
         this method under `torch.no_grad`. With a mesh, all ranks must call this method.
         """
-        [root_module] = self.runner.root_modules
+        [root] = self.runner.root_modules
 
         def predict_with_text(text_inputs: Mapping[str, Tensor]) -> Tensor:
             device_inputs = {name: value.to(self.device) for name, value in text_inputs.items()}
             with forward_context(self._train_config, self.device):
-                return self.family.predict(
-                    root_module, latents, sigma_B, device_inputs, num_conditioning_B, dtype=self.dtype
-                )
+                return self.family.predict(root, latents, sigma_B, device_inputs, num_conditioning_B, dtype=self.dtype)
 
         if negative_text is None:
             return predict_with_text(text)

@@ -88,9 +88,8 @@ def merge_prompts(
     num_tokens_by_group = [num_tokens_sharing_prompt([samples[i] for i in group]) for group in prompt_groups]
     num_tokens = sum(len(samples[i].input_ids) for i in sorted_indices)
     max_baseline_tokens = max_rows * len(samples[sorted_indices[0]].input_ids)
-    max_batch_tokens = min(
-        max_baseline_tokens, max(max(num_tokens_by_group), -(-sum(num_tokens_by_group) // num_ranks))
-    )
+    num_tokens_per_rank = -(-sum(num_tokens_by_group) // num_ranks)
+    max_batch_tokens = min(max_baseline_tokens, max(*num_tokens_by_group, num_tokens_per_rank))
     batches: list[list[int]] = []
     num_tokens_by_batch: list[int] = []
     for group_tokens, group in sorted(zip(num_tokens_by_group, prompt_groups, strict=True), key=lambda pair: -pair[0]):

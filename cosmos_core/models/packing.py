@@ -245,9 +245,7 @@ def _pad_and_stack(sequence_states: Sequence[Tensor], length: int) -> Tensor:
     """Pad the queries, keys or values of sequences, each with the shape (heads, tokens, features), to `length` tokens,
     and stack them. Neighbouring sequences of equal length are stacked at once."""
     batches = [torch.stack(list(group)) for _, group in groupby(sequence_states, key=lambda state: state.shape[1])]
-    batches = [
-        pad(stack, [0, 0, 0, length - stack.shape[2]]) if stack.shape[2] < length else stack for stack in batches
-    ]
+    batches = [pad(each, [0, 0, 0, length - each.shape[2]]) if each.shape[2] < length else each for each in batches]
     return batches[0] if len(batches) == 1 else torch.cat(batches)
 
 

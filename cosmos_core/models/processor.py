@@ -114,9 +114,8 @@ def _load_processor_without_video(cls: Any, model_source: str, load_options: dic
         "tokenizer": AutoTokenizer.from_pretrained(model_source, **load_options),
         "video_processor": None,
     }
-    return patched_class.from_args_and_dict(
-        [component_by_name[name] for name in cls.get_attributes()], processor_settings
-    )
+    components = [component_by_name[name] for name in cls.get_attributes()]
+    return patched_class.from_args_and_dict(components, processor_settings)
 
 
 class ImageReader:

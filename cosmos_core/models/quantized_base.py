@@ -15,10 +15,8 @@ DEQUANTIZED_FORMATS = FP8, MXFP4 = "fp8", "mxfp4"
 def quantization_method(config: PretrainedConfig) -> str | None:
     """Return the name of the format in which a model stores quantized weights; None: its weights are not quantized."""
     settings = getattr(config, "quantization_config", None)
-    quant_method = (
-        settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
-    )
-    return getattr(quant_method, "value", quant_method)
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    return getattr(method, "value", method)
 
 
 def make_dequantize_options(config: PretrainedConfig) -> dict[str, Any]:

@@ -184,9 +184,7 @@ def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Return the 2-norm over all elements of all `gradients`. Sharded gradients are reduced over their meshes, so that
     each element counts once."""
-    mesh_norms = [
-        _full_tensor(torch.nn.utils.get_total_norm(mesh_gradients)) for mesh_gradients in group_by_mesh(gradients)
-    ]
+    mesh_norms = [_full_tensor(torch.nn.utils.get_total_norm(each)) for each in group_by_mesh(gradients)]
     return mesh_norms[0] if len(mesh_norms) == 1 else torch.nn.utils.get_total_norm(mesh_norms)
 
 

@@ -77,12 +77,8 @@ def _keep_last_boxed_answer(text: str) -> str:
     for index, character in enumerate(box_body):
         brace_depth += (character == "{") - (character == "}")
         if brace_depth == 0:
-            return (
-                "\\boxed"
-                + box_body[:1]
-                + _TRAILING_PUNCTUATION_PATTERN.sub(r"\1", box_body[1:index])
-                + box_body[index:]
-            )
+            box_content = _TRAILING_PUNCTUATION_PATTERN.sub(r"\1", box_body[1:index])
+            return "\\boxed" + box_body[:1] + box_content + box_body[index:]
     return text
 
 

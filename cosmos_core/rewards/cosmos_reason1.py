@@ -102,9 +102,7 @@ class CosmosReason1Reward:
             "mm_token_type_ids": (input_ids == video_token_id).int() * _VIDEO_TOKEN_TYPE,
         }
         forward_parameters = inspect.signature(self._model.forward).parameters
-        model_inputs = {
-            name: value.to(self._model.device) for name, value in model_inputs.items() if name in forward_parameters
-        }
+        model_inputs = {k: v.to(self._model.device) for k, v in model_inputs.items() if k in forward_parameters}
         with torch.inference_mode():
             logits = self._model(**model_inputs).logits[0, -1].float()
         return float(logits[self._yes_token_id]), float(logits[self._no_token_id])

@@ -141,13 +141,9 @@ class ServiceRequest:
     """Request to a reward service, enqueued again whenever the service has lost it, until its scores are fetched."""
 
     def __init__(
-        self,
-        endpoints: ServiceEndpoints,
-        http_client: httpx.AsyncClient,
-        timeout_seconds: float,
-        replicas: ReplicaState,
+        self, endpoints: ServiceEndpoints, client: httpx.AsyncClient, timeout_seconds: float, replicas: ReplicaState
     ) -> None:
-        self._endpoints, self._http_client, self._replica_state = endpoints, http_client, replicas
+        self._endpoints, self._http_client, self._replica_state = endpoints, client, replicas
         self._timeout_seconds, self._deadline = timeout_seconds, time.monotonic() + timeout_seconds
         self._last_failure_reason = ""
         self._replica_index, self._pinned_replica_id = -1, ""

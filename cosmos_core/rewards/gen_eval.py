@@ -142,18 +142,14 @@ def has_requested_objects(
 
 
 def score_object_requests(
-    object_requests: ObjectRequests,
-    objects: ObjectsByClass,
-    colors: ColorsByClass,
-    *,
-    ignores_extra_objects: bool = False,
+    requests: ObjectRequests, objects: ObjectsByClass, colors: ColorsByClass, *, ignores_extra_objects: bool = False
 ) -> tuple[float, bool]:
     """Return a score of how well an image meets the object requests, and whether it meets all of them exactly. The
     score is the mean over the requested counts, colours and positions; a count that is met in part has a score below 1.
     With `ignores_extra_objects`, only as many of the most confident objects of a class count as were requested."""
     matches_by_request: list[Sequence[Detection] | None] = []
     partial_scores: list[float] = []
-    for object_request in object_requests:
+    for object_request in requests:
         class_name, requested_count = object_request["class"], object_request["count"]
         matched_objects = objects[class_name][: requested_count if ignores_extra_objects else None]
         has_exact_count = len(matched_objects) == requested_count
@@ -187,9 +183,7 @@ def _has_requested_relation(
 
 def spatial_relations(detection: Detection, other_detection: Detection) -> set[str]:
     """Return the spatial relations of an object to another (left of, right of, above, below), empty if they overlap."""
-    box_corners, other_box_corners = (
-        np.array(detection.box).reshape(2, 2) for detection in (detection, other_detection)
-    )
+    box_corners, other_box_corners = (np.array(each.box).reshape(2, 2) for each in (detection, other_detection))
     center_offset = box_corners.mean(0) - other_box_corners.mean(0)
     overlap_margin = _OVERLAP_MARGIN_FRACTION * (np.ptp(box_corners, axis=0) + np.ptp(other_box_corners, axis=0))
     offset_beyond_margin = np.maximum(np.abs(center_offset) - overlap_margin, 0) * np.sign(center_offset)

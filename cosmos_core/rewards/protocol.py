@@ -73,12 +73,10 @@ def decode_array(npy_bytes: memoryview) -> np.ndarray:
     header_stream = io.BytesIO(bytes(npy_bytes[: _MAX_NPY_HEADER_BYTES + 16]))
     header_error_prefix = "no array in numpy's format follows the JSON: "
     with convert_errors(lambda error: ProtocolError(header_error_prefix + type(error).__name__), ProtocolError):
-        npy_version = np.lib.format.read_magic(header_stream)
-        if npy_version not in {(1, 0), (2, 0)}:
-            raise ProtocolError(f"the array has format version {npy_version}; 1.0 and 2.0 are read")
-        read_header = (
-            np.lib.format.read_array_header_1_0 if npy_version == (1, 0) else np.lib.format.read_array_header_2_0
-        )
+        version = np.lib.format.read_magic(header_stream)
+        if version not in {(1, 0), (2, 0)}:
+            raise ProtocolError(f"the array has format version {version}; 1.0 and 2.0 are read")
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, is_fortran_order, array_dtype = read_header(header_stream, max_header_size=_MAX_NPY_HEADER_BYTES)  # type: ignore[call-arg]
     if array_dtype.str not in _SUPPORTED_DTYPES:
         raise ProtocolError(f"the array is of {array_dtype.str!r}; uint8, float16, float32 and float64 are read")

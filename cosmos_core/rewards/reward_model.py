@@ -163,11 +163,9 @@ def open_model(reward_name: str, custom_table: Mapping[str, Any] | None) -> Scor
         settings = dict((custom_table or {}).get(reward_name) or {})
         cache_key = (reward_name, repr(sorted(settings.items())))
         if cache_key not in _loaded_models:
-            settings_fields = {
-                k: settings.pop(k) for k in list(settings) if k in RewardModelSettings.__dataclass_fields__
-            }
-            model_options = settings | dict(settings_fields.pop("options", {}))
-            model_settings = RewardModelSettings(**settings_fields, options=model_options)
+            field_values = {k: settings.pop(k) for k in list(settings) if k in RewardModelSettings.__dataclass_fields__}
+            model_options = settings | dict(field_values.pop("options", {}))
+            model_settings = RewardModelSettings(**field_values, options=model_options)
             _loaded_models[cache_key] = load_class(reward_name, REWARDS_PACKAGE, "Reward")(model_settings)
         return _loaded_models[cache_key]
 

@@ -175,10 +175,9 @@ class RewardRunner(WorkerPool):
             cancelled_rewards: set[str] = set()
             rewards_and_futures = [(reward_calls[i].reward, future) for i, future in call_futures.items()]
             cancel_hanging_rewards = partial(self._cancel_hanging_rewards, rewards_and_futures, cancelled_rewards)
-            max_timeout_seconds = max(self._get_timeout_seconds(reward_calls[i].reward) for i in pending_indices)
-            if not wait_for_futures(
-                call_futures.values(), max_timeout_seconds + START_TIMEOUT_SECONDS, cancel_hanging_rewards
-            ):
+            max_call_seconds = max(self._get_timeout_seconds(reward_calls[i].reward) for i in pending_indices)
+            max_wait_seconds = max_call_seconds + START_TIMEOUT_SECONDS
+            if not wait_for_futures(call_futures.values(), max_wait_seconds, cancel_hanging_rewards):
                 self.close()  # the pool is unusable: a call was lost with its process, or no process started
             pending_indices, is_pool_broken = [], False
             for i, future in call_futures.items():

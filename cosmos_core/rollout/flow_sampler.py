@@ -48,11 +48,8 @@ class FlowSamplerEngine(ModuleEngine):
         row_batches = (rows[start : start + rows_per_batch] for start in range(0, len(rows), rows_per_batch))
         samples = (sample for batch in row_batches for sample in self._sample_by_shape(batch, sampling, step))
         completions = [Completion((), "stop", "", diffusion_sample=sample) for sample in samples]
-        prompts_and_row_starts = zip(prompts, range(0, len(rows), group_size), strict=True)
-        return [
-            Group(prompt, tuple(completions[start : start + group_size]), step)
-            for prompt, start in prompts_and_row_starts
-        ]
+        completion_sets = [tuple(completions[start : start + group_size]) for start in range(0, len(rows), group_size)]
+        return [Group(prompt, group, step) for prompt, group in zip(prompts, completion_sets, strict=True)]
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Record the version of the weights, which are those of the trainer's denoiser."""

@@ -303,11 +303,9 @@ class _PreallocatedCacheLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self._cache_buffers is None or self._cache_buffers[0].shape[-2] < num_cached_tokens + num_new_tokens:
-            num_allocated_tokens = (
-                num_cached_tokens + num_new_tokens + max(_MIN_CACHE_GROWTH_TOKENS, num_cached_tokens // 4)
-            )
-            key_buffer = _allocate_cache(self.keys, key_states, num_allocated_tokens)
-            self._cache_buffers = key_buffer, _allocate_cache(self.values, value_states, num_allocated_tokens)
+            buffer_length = num_cached_tokens + num_new_tokens + max(_MIN_CACHE_GROWTH_TOKENS, num_cached_tokens // 4)
+            key_buffer = _allocate_cache(self.keys, key_states, buffer_length)
+            self._cache_buffers = key_buffer, _allocate_cache(self.values, value_states, buffer_length)
         keys, values = (buffer[..., : num_cached_tokens + num_new_tokens, :] for buffer in self._cache_buffers)
         keys[..., num_cached_tokens:, :], values[..., num_cached_tokens:, :] = key_states, value_states
         self.keys, self.values = keys, values

@@ -60,9 +60,7 @@ def split_bucket(bucket: Bucket) -> tuple[BucketHeader, list[Tensor]]:
     sent_name_by_tensor_name = {
         name: first_name_by_storage.setdefault(storage_key(tensor), name) for name, tensor in bucket
     }
-    first_name_by_alias = {
-        name: first_name for name, first_name in sent_name_by_tensor_name.items() if first_name != name
-    }
+    first_name_by_alias = {name: sent_name for name, sent_name in sent_name_by_tensor_name.items() if sent_name != name}
     named_tensors = [(name, tensor) for name, tensor in bucket if name not in first_name_by_alias]
     named_tensors.sort(key=lambda named_tensor: -named_tensor[1].element_size())
     tensors = [tensor.detach() for _, tensor in named_tensors]

@@ -102,12 +102,10 @@ def _make_reply_text(message: Any, *, is_finished: bool) -> str:
     """Return the text of a reply together with what servers return in separate fields: the model's thoughts, which are
     put before the text in the tags of Qwen3, and the tool calls, which follow the text in Hermes' format."""
     thoughts = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
-    tool_calls = [
-        {"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls or ()
-    ]
-    call_texts = [
-        f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in decode_arguments(tool_calls)
-    ]
+    called_functions = [call.function for call in message.tool_calls or ()]
+    tool_calls = [{"name": each.name, "arguments": each.arguments} for each in called_functions]
+    json_texts = [json.dumps(call, ensure_ascii=False) for call in decode_arguments(tool_calls)]
+    call_texts = [f"<tool_call>\n{json_text}\n</tool_call>" for json_text in json_texts]
     reply_text = "\n".join(filter(None, [message.content, *call_texts]))
     if not thoughts:
         return reply_text

@@ -89,9 +89,8 @@ class ToolRunner(WorkerPool):
         if call.error:
             return _make_error_result(call.error)
         if call.name not in self._tool_paths:
-            return _make_error_result(
-                f"there is no tool {call.name!r}; there are: {', '.join(self._tool_paths) or 'none'}"
-            )
+            tool_names = ", ".join(self._tool_paths) or "none"
+            return _make_error_result(f"there is no tool {call.name!r}; there are: {tool_names}")
         return None
 
     def _collect_call_result(self, tool_name: str, future: Future[ToolResult]) -> ToolResult | None:

@@ -55,9 +55,8 @@ class AsyncValidation:
             prompts, sampling, seed_step = self._completion_validation.validation_requests
             engine_fleet, weights_version = self._engine_fleet, self._engine_fleet.version
             group_futures = [engine_fleet.request(p, sampling, seed_step, version=weights_version) for p in prompts]
-            score_arguments = (step, group_futures)
             threading.Thread(
-                target=self._score_completions, args=score_arguments, daemon=True, name="validation"
+                target=self._score_completions, args=(step, group_futures), daemon=True, name="validation"
             ).start()
 
     def poll(self) -> None:

@@ -34,10 +34,8 @@ def read_first_prompts(data_folder: Path) -> dict[str, JsonValue]:
     prompts_by_split: dict[str, JsonValue] = {}
     for split_name in SPLIT_NAMES:
         if (prompts := find_prompts(data_folder, split_name)) is not None:
-            dataset_start_indices = accumulate((0, *(prompts.mixture.sizes[:-1] if prompts.mixture else ())))
-            row_ranges = [
-                range(start, min(start + _PROMPTS_PER_DATASET, len(prompts))) for start in dataset_start_indices
-            ]
+            dataset_starts = accumulate((0, *(prompts.mixture.sizes[:-1] if prompts.mixture else ())))
+            row_ranges = [range(start, min(start + _PROMPTS_PER_DATASET, len(prompts))) for start in dataset_starts]
             prompts_by_split[split_name] = [
                 {
                     "text": p.text,

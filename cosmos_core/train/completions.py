@@ -69,15 +69,13 @@ class CompletionLog:
         max_groups, group_size = image_limits if has_images else (_NUM_LOGGED_GROUPS, _NUM_LOGGED_COMPLETIONS)
         logged_groups = [(group, _select_indices(group, group_size)) for group in _select_groups(groups)[:max_groups]]
         records = [_make_completion_record(step, group, index) for group, indices in logged_groups for index in indices]
-        completions_file = self._log_folder / f"step_{step:06d}.jsonl"
+        log_file = self._log_folder / f"step_{step:06d}.jsonl"
         if has_images:
             image_samples = [gallery.collect_samples(group, indices) for group, indices in logged_groups]
-            media_file_names = gallery.save_samples(completions_file.with_suffix(""), image_samples)
+            media_file_names = gallery.save_samples(log_file.with_suffix(""), image_samples)
             for record, name in zip(records, chain(*media_file_names), strict=True):
-                record["media"] = f"{self._log_folder.name}/{completions_file.stem}/{name}"
-        write_text(
-            completions_file, "".join(json.dumps(record, ensure_ascii=True) + "\n" for record in records), fsync=False
-        )
+                record["media"] = f"{self._log_folder.name}/{log_file.stem}/{name}"
+        write_text(log_file, "".join(json.dumps(record, ensure_ascii=True) + "\n" for record in records), fsync=False)
         self._remove_old_files(step)
 
     def _remove_old_files(self, step: int) -> None:

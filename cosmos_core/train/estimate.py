@@ -313,12 +313,10 @@ def _estimate_balanced_training_length(
         tokens_per_step = algorithm.load_balanced_batches_per_optimizer_step * micro_batch_tokens(train, max_length)
         return num_steps, num_steps * tokens_per_step, True
     rows = load_row_kind(algorithm.rows).open(prepared_folder, TRAIN_SPLIT, policy_config)
-    row_lengths, batch_plan = rows.token_counts(is_packed=True), plan_balanced_steps(rows, train, max_length)
-    assert batch_plan is not None
-    row_indices = [
-        i for step in range(batch_plan.total_steps) for batch in batch_plan.micro_batches(step) for i in batch
-    ]
-    return batch_plan.total_steps, int(row_lengths[row_indices].sum()), False
+    row_lengths, plan = rows.token_counts(is_packed=True), plan_balanced_steps(rows, train, max_length)
+    assert plan is not None
+    row_indices = [i for step in range(plan.total_steps) for batch in plan.micro_batches(step) for i in batch]
+    return plan.total_steps, int(row_lengths[row_indices].sum()), False
 
 
 def _estimate_disk_bytes(

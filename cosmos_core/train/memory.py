@@ -100,9 +100,7 @@ def trace_step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig
             trainer.update(update)
             byte_counter.assign_memory_use("gradients", _get_gradients(model))
         optimizer_state_values = [value for state in trainer.optimizer.state.values() for value in state.values()]
-        byte_counter.assign_memory_use(
-            "optimizer", [value for value in optimizer_state_values if isinstance(value, Tensor)]
-        )
+        byte_counter.assign_memory_use("optimizer", [v for v in optimizer_state_values if isinstance(v, Tensor)])
     return byte_counter.peak_memory()
 
 

@@ -58,7 +58,7 @@ _MAX_SKIPPED_FRACTION = 0.2  # with more unusable samples, the data set probably
 _MAX_SEEN_IMAGES = 2000  # number of images, counted over all epochs, that a training on a small data set uses
 _BYTES_PER_GIB = 2**30
 _BYTES_PER_WEIGHT = 16  # bytes per trained weight: weight, gradient and both moments of Adam, each in float32
-_STATE_MEMORY_FRACTION = 0.7  # fraction of memory for weights and optimizer state; the rest is for activations
+_STATE_FRACTION = 0.7  # fraction of memory for weights and optimizer state; the rest is for activations
 _TEXT_COLUMN_OPTIONS = ("prompt", "response", "chosen", "rejected")
 _DATASET_KEY = "train.train_policy.dataset"
 
@@ -173,9 +173,7 @@ def _text_settings(options: CliOptions, method: TrainingMethod, hardware: Hardwa
     yield from _model_size_settings(method, num_weights, hardware)
     # Bytes of activations per token with recomputation: the inputs of all layers, and the intermediates of one layer.
     activation_bytes_per_token = (text_config.num_hidden_layers + 40) * text_config.hidden_size * 4
-    free_bytes = hardware.memory * 0.9 - min(
-        num_weights * _BYTES_PER_WEIGHT, int(hardware.memory * _STATE_MEMORY_FRACTION)
-    )
+    free_bytes = hardware.memory * 0.9 - min(num_weights * _BYTES_PER_WEIGHT, int(hardware.memory * _STATE_FRACTION))
     max_rows = max(1, int(free_bytes / (activation_bytes_per_token * max_length * len(row_kind.token_id_columns))))
     yield from _batch_settings(has_completions, len(dataset_rows), max_rows, max(1, hardware.num_gpus))
     if len(dataset_rows) >= 10:
@@ -252,9 +250,7 @@ def _model_size_settings(method: TrainingMethod, num_weights: int, hardware: Har
     if not hardware.num_gpus:
         yield "train.param_dtype", "float32", "no GPU here; a CPU is seldom faster in bfloat16"
     size_text = f"{num_weights / 1e9:.2f} billion" if num_weights >= 1e9 else f"{num_weights / 1e6:.3g} million"
-    fits_in_memory = (
-        num_weights * _BYTES_PER_WEIGHT / max(1, hardware.num_gpus) <= hardware.memory * _STATE_MEMORY_FRACTION
-    )
+    fits_in_memory = num_weights * _BYTES_PER_WEIGHT / max(1, hardware.num_gpus) <= hardware.memory * _STATE_FRACTION
     if not fits_in_memory:
         lora_reason = f"{size_text} weights x {_BYTES_PER_WEIGHT} bytes do not fit {hardware.memory_text}: an adapter"
         yield "policy.lora.r", 16, lora_reason

@@ -131,14 +131,10 @@ class SettingsSearch:
         expected_seconds = self.seconds.get(settings, max(filter(math.isfinite, self.seconds.values()), default=0.0))
         if not self._is_affordable(settings, expected_seconds):
             return False
-        timings = [self._measure(settings)]
-        while (
-            len(timings) < _MAX_REPEATS
-            and sum(timings) < _MIN_TOTAL_SECONDS
-            and self._is_affordable(settings, timings[0])
-        ):
-            timings.append(self._measure(settings))
-        self.seconds[settings] = min([*timings, self.seconds.get(settings, math.inf)])
+        times = [self._measure(settings)]
+        while len(times) < _MAX_REPEATS and sum(times) < _MIN_TOTAL_SECONDS and self._is_affordable(settings, times[0]):
+            times.append(self._measure(settings))
+        self.seconds[settings] = min([*times, self.seconds.get(settings, math.inf)])
         return True
 
 

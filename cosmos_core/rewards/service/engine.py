@@ -245,9 +245,8 @@ class Engine:
         request.remaining_rewards.discard(name)
         response_json = json.dumps(response, separators=(",", ":"), ensure_ascii=False)
         # Replace an unpaired surrogate in the JSON, which cannot be encoded as UTF-8.
-        await self._call_store_with_retries(
-            self.store.put, request.uuid, name, response_json.encode(errors="replace").decode()
-        )
+        response_json = response_json.encode(errors="replace").decode()
+        await self._call_store_with_retries(self.store.put, request.uuid, name, response_json)
         if not request.remaining_rewards and request.uuid in self.pending_requests:
             await self._call_store_with_retries(self.store.finish_request, request.uuid)
             self._remove_pending_request(request)

@@ -70,9 +70,8 @@ def main() -> None:
             if "CUDA error" in str(error):  # exit, because all CUDA calls after a CUDA error fail
                 sys.exit(1)
             reply, videos = {"error": error_on_one_line(error)}, []
-        write_message(
-            output_stream, {"id": batch_header["id"], **reply, "seconds": time.monotonic() - start_time}, videos
-        )
+        reply = {"id": batch_header["id"], **reply, "seconds": time.monotonic() - start_time}
+        write_message(output_stream, reply, videos)
 
 
 def read_message(input_stream: BinaryIO) -> tuple[dict[str, Any], list[np.ndarray]] | None:
