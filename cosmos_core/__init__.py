@@ -17,9 +17,9 @@ class _OptionalDependencyHook(MetaPathFinder):
     these imports, a process starts in a fifth less time."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
-        module_with_check, check_function_name = _UNUSED_DEPENDENCIES.get(name, ("", ""))
-        if module_with_check in sys.modules:
-            setattr(sys.modules[module_with_check], check_function_name, lambda: False)
+        check_module_name, check_function_name = _UNUSED_DEPENDENCIES.get(name, ("", ""))
+        if check_module_name in sys.modules:
+            setattr(sys.modules[check_module_name], check_function_name, lambda: False)
 
 
 sys.meta_path.insert(0, _OptionalDependencyHook())

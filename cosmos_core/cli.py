@@ -135,7 +135,7 @@ def resume(
     else:
         print_notices(change_to_run_folder(run_path))
         run = _open_run(str(run_path), output_dir)
-        if cli_flow.was_created_by_flow(run.path):
+        if cli_flow.is_run_of_python_flow(run.path):
             if budget is not None:
                 raise ConfigError("--budget: the run is of a flow in Python; raise it in configure_run of the flow")
             if from_stage or verify:

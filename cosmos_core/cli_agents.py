@@ -34,8 +34,8 @@ def agent_docs(context: typer.Context) -> None:
     for name, command in _iterate_commands("cosmos", context.find_root().command):
         typer.echo(f"## {name}\n\n{command.help}\n")
         for parameter in command.params:
-            is_option = parameter.param_type_name == "option"
-            option_names = parameter.opts if is_option else [parameter.name.upper()]
+            is_cli_option = parameter.param_type_name == "option"
+            option_names = parameter.opts if is_cli_option else [parameter.name.upper()]
             typer.echo(f"- `{' '.join(option_names)}`: {getattr(parameter, 'help', None) or ''}")
         typer.echo("")
     typer.echo(render_config_reference(all_kinds()), nl=False)
@@ -44,5 +44,5 @@ def agent_docs(context: typer.Context) -> None:
 def _iterate_commands(group_name: str, command_group: Any) -> Iterator[tuple[str, Any]]:
     """Yield the full name of each command in a group of commands and its sub-groups, with the command."""
     for command_name, command in vars(command_group)["commands"].items():
-        full_name, is_group = f"{group_name} {command_name}", "commands" in vars(command)
-        yield from _iterate_commands(full_name, command) if is_group else [(full_name, command)]
+        command_path, is_command_group = f"{group_name} {command_name}", "commands" in vars(command)
+        yield from _iterate_commands(command_path, command) if is_command_group else [(command_path, command)]

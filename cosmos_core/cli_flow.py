@@ -58,7 +58,7 @@ def refuse_flow_parameters(parameter_assignments: Sequence[str]) -> None:
         raise ConfigError("-p is for a flow, FILE.py:FLOW; settings of a TOML file are changed with --set KEY=VALUE")
 
 
-def was_created_by_flow(run_path: Path) -> bool:
+def is_run_of_python_flow(run_path: Path) -> bool:
     """Return True if a run was created by a Python flow rather than from a TOML file."""
     from cosmos_core.run.directory import read_start_info
 
@@ -132,7 +132,7 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
     run_path = Path(os.environ.get("COSMOS_OUTPUT_DIR") or "outputs").absolute() / run_id
     masked_parameters = mask_named_secrets(flow_parameters)
     parameter_text = ", ".join(f"{name}={value!r}" for name, value in masked_parameters.items()) or "no parameters"
-    if not was_created_by_flow(run_path):
+    if not is_run_of_python_flow(run_path):
         echo(f"{entrypoint} has no run {run_path} with {parameter_text}: its stages are known when it calls them")
         return
     run = open_run(run_path, all_kinds())

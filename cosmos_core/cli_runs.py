@@ -140,8 +140,8 @@ def lineage(
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.lineage import trace_lineage
 
-    names_path = os.sep in name or (bool(name) and os.path.exists(name))
-    path = Path(name) if names_path else find_run(name, output_dir)
+    is_run_given_by_path = os.sep in name or (bool(name) and os.path.exists(name))
+    path = Path(name) if is_run_given_by_path else find_run(name, output_dir)
     lineage_entries = trace_lineage(path)
     for entry in lineage_entries:
         kind_text = f"({entry.kind}) " if entry.kind else ""

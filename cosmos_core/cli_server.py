@@ -71,12 +71,12 @@ def doctor(
     from cosmos_core.errors import EXIT_CRASH
     from cosmos_core.launch.machine_doctor import check_machine
 
-    is_healthy = True
+    are_checks_passed = True
     for diagnosis in _diagnose_cluster(output_dir) if checks_cluster else check_machine(output_dir.absolute()):
-        is_healthy &= diagnosis.is_healthy
+        are_checks_passed &= diagnosis.is_healthy
         message = mask_text(diagnosis.message)  # an address in the message may contain a password
         typer.echo(f"{'ok   ' if diagnosis.is_healthy else 'WRONG'} {diagnosis.name}: {message}")
-    if not is_healthy:
+    if not are_checks_passed:
         raise typer.Exit(EXIT_CRASH)
 
 
@@ -117,11 +117,11 @@ def reap(output_dir: OutputDirOption = Path("outputs")) -> None:
     """Stop the remaining processes of runs whose flow died on this machine, and correct these runs' recorded states."""
     from cosmos_core.launch import reap as leftovers
 
-    has_reaped = False
-    for report_line in leftovers.reap(output_dir.absolute()):
-        has_reaped = True
-        typer.echo(report_line)
-    if not has_reaped:
+    has_reaped_runs = False
+    for reap_message in leftovers.reap(output_dir.absolute()):
+        has_reaped_runs = True
+        typer.echo(reap_message)
+    if not has_reaped_runs:
         typer.echo("nothing is left over")
 
 
@@ -150,15 +150,15 @@ def clean(
         _clean_store(store, num_kept_runs=keep, older_than_seconds=min_age_seconds, is_confirmed=yes)
         return
     runs_folder = output_dir.absolute()
-    run_verdicts = retention.decide_retention(runs_folder, num_kept_runs=keep, older_than_seconds=min_age_seconds)
-    for verdict in run_verdicts:
-        retention_text = f"stays: {verdict.reason_to_keep}" if verdict.reason_to_keep else "goes"
-        run_details = f"{verdict.pipeline}, {format_bytes(verdict.size)}, {format_duration(verdict.age_seconds)} old"
-        typer.echo(f"{verdict.path.name}  {run_details}  {retention_text}")
-    removable_runs = [verdict for verdict in run_verdicts if not verdict.reason_to_keep]
+    clean_decisions = retention.decide_retention(runs_folder, num_kept_runs=keep, older_than_seconds=min_age_seconds)
+    for decision in clean_decisions:
+        retention_text = f"stays: {decision.reason_to_keep}" if decision.reason_to_keep else "goes"
+        run_summary = f"{decision.pipeline}, {format_bytes(decision.size)}, {format_duration(decision.age_seconds)} old"
+        typer.echo(f"{decision.path.name}  {run_summary}  {retention_text}")
+    removable_runs = [decision for decision in clean_decisions if not decision.reason_to_keep]
     removed_runs = list(retention.remove_runs(runs_folder, removable_runs)) if yes else removable_runs
-    freed_size = format_bytes(sum(verdict.size for verdict in removed_runs))
-    removed_count_text = f"{len(removed_runs)} of {len(run_verdicts)} runs"
+    freed_size = format_bytes(sum(decision.size for decision in removed_runs))
+    removed_count_text = f"{len(removed_runs)} of {len(clean_decisions)} runs"
     remove_hint = "; remove them with --yes" if removed_runs else ""
     summary = f"removed {removed_count_text}" if yes else f"{removed_count_text} may be removed"
     typer.echo(f"{summary}, {freed_size}{'' if yes else remove_hint}")

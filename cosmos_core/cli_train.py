@@ -47,8 +47,8 @@ def sft(  # noqa: PLR0913 - the options of a command
     save: SaveOption = "", dry_run: DryRunOption = False, overrides: SetOption = [],  # noqa: B006 - read by typer
 ) -> None:  # fmt: skip
     """Fine-tune a language model on your own rows, with settings that are proposed and explained in a new recipe."""
-    options = {"method": SFT.command, "model": model, "data": data, "prompt": prompt, "response": response}
-    _propose_and_run(options, save, dry_run, overrides)
+    cli_args = {"method": SFT.command, "model": model, "data": data, "prompt": prompt, "response": response}
+    _propose_and_run(cli_args, save, dry_run, overrides)
 
 
 def dpo(  # noqa: PLR0913 - the options of a command
@@ -69,8 +69,8 @@ def grpo(  # noqa: PLR0913 - the options of a command
     overrides: SetOption = [],  # noqa: B006
 ) -> None:  # fmt: skip
     """Train a language model on your own prompts with a reward (GRPO)."""
-    options = {"method": GRPO.command, "model": model, "data": data, "reward": _check_rewards(reward)}
-    _propose_and_run({**options, "prompt": prompt, "response": response}, save, dry_run, overrides)
+    cli_args = {"method": GRPO.command, "model": model, "data": data, "reward": _check_rewards(reward)}
+    _propose_and_run({**cli_args, "prompt": prompt, "response": response}, save, dry_run, overrides)
 
 
 def _check_rewards(rewards: Sequence[str]) -> str:
@@ -78,14 +78,14 @@ def _check_rewards(rewards: Sequence[str]) -> str:
     name is neither a built-in reward nor an import path of an existing function."""
     from cosmos_core.registry import is_user_code, list_defined_names, locate_code, suggest_names
 
-    known_names = list_defined_names("cosmos_core.rewards")
+    builtin_reward_names = list_defined_names("cosmos_core.rewards")
     for name in (reward_names := _parse_name_list(",".join(rewards)) or [""]):
         if is_user_code(name):
             locate_code(name)
         elif name.endswith(".py"):
             raise ConfigError(f"--reward {name}: name a function of the file as well, {name}:FUNCTION")
-        elif name not in known_names:
-            suggestion_text = suggest_names(name, known_names)
+        elif name not in builtin_reward_names:
+            suggestion_text = suggest_names(name, builtin_reward_names)
             raise ConfigError(f"--reward {name}: no such reward{suggestion_text}; your own is file.py:function")
     return ",".join(reward_names)
 
@@ -114,7 +114,7 @@ def evaluate(  # noqa: PLR0913 - the options of a command
     the rewards of its samples for sets of prompts."""
     if bool(tasks) == bool(prompts) or bool(prompts) != bool(reward):
         raise ConfigError("give --tasks for a language model, or --prompts and --reward for a diffusion model")
-    options = {"method": "eval", "model": model, "tasks": tasks, "prompts": prompts, "reward": reward}
+    cli_args = {"method": "eval", "model": model, "tasks": tasks, "prompts": prompts, "reward": reward}
     model_setting = ("policy.model_name_or_path", _resolve_model(model, output_dir), "--model")
     settings: list[_Setting] = [
         ("evaluate.tasks", _parse_name_list(tasks), "--tasks"),
@@ -126,7 +126,7 @@ def evaluate(  # noqa: PLR0913 - the options of a command
         ("evaluate.include_path", include_path, "--include-path"),
         ("evaluate.apply_chat_template", chat, "--chat"),
     ]
-    _save_and_run_recipe(options, [model_setting, *(each for each in settings if each[1])], save, dry_run, overrides)
+    _save_and_run_recipe(cli_args, [model_setting, *(each for each in settings if each[1])], save, dry_run, overrides)
 
 
 def _parse_name_list(comma_separated_names: str) -> list[str]:
@@ -142,13 +142,13 @@ def init() -> None:
         raise ConfigError(f"{training_method!r} is none of {', '.join(TRAINING_METHODS)}")
     model = typer.prompt("Which model? A folder, a Hub id or a run", default="Qwen/Qwen3-0.6B")
     data = typer.prompt("Which rows? A file, a folder or a Hub id")
-    options = {"method": training_method, "model": _resolve_model(model, Path("outputs")), "data": data}
+    cli_args = {"method": training_method, "model": _resolve_model(model, Path("outputs")), "data": data}
     if TRAINING_METHODS[training_method].needs_reward:
         reward = typer.prompt("Which reward? A name, or file.py:function", default="boxed_math")
-        options["reward"] = _check_rewards([os.path.expanduser(reward)])
-    settings = _propose_settings(options)
-    default_recipe_path = str(_make_recipe_path(options, ""))
-    path = _write_recipe(options, settings, typer.prompt("Where to write the recipe?", default=default_recipe_path))
+        cli_args["reward"] = _check_rewards([os.path.expanduser(reward)])
+    settings = _propose_settings(cli_args)
+    default_recipe_path = str(_make_recipe_path(cli_args, ""))
+    path = _write_recipe(cli_args, settings, typer.prompt("Where to write the recipe?", default=default_recipe_path))
     if typer.confirm(f"saved as {path}. Run it now?"):
         _replace_process_with_run(path, [])
     typer.echo(f"run it with: {shlex.join(['cosmos', 'run', str(path)])}")
@@ -170,15 +170,15 @@ def try_model(
     from cosmos_core.run.remote import download_url
 
     model_folders = [download_url(_resolve_model(name, output_dir), output_dir) for name in models]
-    options: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "names": models}
-    options["system_prompts"] = [_find_system_prompt(folder) for folder in model_folders]
+    cli_args: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "names": models}
+    cli_args["system_prompts"] = [_find_system_prompt(folder) for folder in model_folders]
     sys.stdout.flush()
     os.environ |= add_log_silencing_variables(os.environ)
     io_encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
     # With `replace`, a character that the encoding lacks is printed as "?" instead of raising an error.
     os.environ["PYTHONIOENCODING"] = f"{io_encoding}:replace"
     command = [*make_python_command(), "-m", "cosmos_core.models.try_models"]
-    os.execv(sys.executable, [*command, json.dumps(options), *model_folders])
+    os.execv(sys.executable, [*command, json.dumps(cli_args), *model_folders])
 
 
 def _resolve_model(model_name: str, output_dir: Path) -> str:
@@ -225,22 +225,22 @@ def _find_system_prompt(model_folder: str) -> str:
     return ""
 
 
-def _propose_and_run(options: dict[str, str], output_file: str, dry_run: bool, overrides: Sequence[str]) -> None:
-    options = {**options, "model": _resolve_model(options["model"], Path("outputs"))}
-    _save_and_run_recipe(options, _propose_settings(options, overrides), output_file, dry_run, overrides)
+def _propose_and_run(cli_args: dict[str, str], output_file: str, dry_run: bool, overrides: Sequence[str]) -> None:
+    cli_args = {**cli_args, "model": _resolve_model(cli_args["model"], Path("outputs"))}
+    _save_and_run_recipe(cli_args, _propose_settings(cli_args, overrides), output_file, dry_run, overrides)
 
 
 def _save_and_run_recipe(
-    options: dict[str, str], settings: list[_Setting], output_file: str, dry_run: bool, overrides: Sequence[str]
+    cli_args: dict[str, str], settings: list[_Setting], output_file: str, dry_run: bool, overrides: Sequence[str]
 ) -> None:
     set_options = [argument for override in overrides for argument in ("--set", override)]
     if overrides:
-        _check_overrides(_render_recipe(options, settings), overrides)
+        _check_overrides(_render_recipe(cli_args, settings), overrides)
     if dry_run:
         run_command_comment = f"\n# run with {shlex.join(set_options)}\n" if set_options else ""
-        typer.echo(_render_recipe(options, settings) + run_command_comment, nl=False)
+        typer.echo(_render_recipe(cli_args, settings) + run_command_comment, nl=False)
         return
-    recipe_path = _write_recipe(options, settings, output_file)
+    recipe_path = _write_recipe(cli_args, settings, output_file)
     run_command = shlex.join(["cosmos", "run", str(recipe_path), *set_options])
     typer.echo(f"saved as {recipe_path}; each value has its reason there. Edit it and run it again: {run_command}")
     _replace_process_with_run(recipe_path, set_options)
@@ -260,7 +260,7 @@ def _check_overrides(recipe_text: str, overrides: Sequence[str]) -> None:
             raise ConfigError(str(error).removeprefix(f"{recipe_file.name}: ")) from error
 
 
-def _propose_settings(options: dict[str, str], overrides: Sequence[str] = ()) -> list[_Setting]:
+def _propose_settings(cli_args: dict[str, str], overrides: Sequence[str] = ()) -> list[_Setting]:
     """Return the settings that are proposed for the user's model and rows. A subprocess reads the model and the rows,
     because only the subprocess can import torch. The overrides can select the subset, split and revision of the
     rows."""
@@ -269,16 +269,16 @@ def _propose_settings(options: dict[str, str], overrides: Sequence[str] = ()) ->
     from cosmos_core.config.schema.dataset import data_suffix
     from cosmos_core.run.remote import download_url
 
-    override_tables = recipe_overrides([*map(parse_override, overrides)])
-    dataset_table, _ = find_parent_table(override_tables, f"{_DATASET_KEY}.name")
+    nested_overrides = recipe_overrides([*map(parse_override, overrides)])
+    dataset_table, _ = find_parent_table(nested_overrides, f"{_DATASET_KEY}.name")
     row_selection = {key: value for key, value in dataset_table.items() if key in _ROW_SELECTION_KEYS}
-    custom_settings, _ = find_parent_table(override_tables, "custom.KEY")
+    custom_settings, _ = find_parent_table(nested_overrides, "custom.KEY")
     # Expand `~`, because no shell does so in the input of `cosmos init` or in `--model=~/model`.
-    input_paths = {name: os.path.expanduser(options.get(name, "")) for name in ("model", "data")}
+    input_paths = {name: os.path.expanduser(cli_args.get(name, "")) for name in ("model", "data")}
     if "://" not in (data := input_paths["data"]) and data_suffix(data) and not os.path.exists(data):
         raise ConfigError(f"--data {data!r}: it does not exist in {os.getcwd()!r}; give a file, a folder or a Hub id")
-    local_paths = {name: download_url(path, Path("outputs")) for name, path in input_paths.items()}
-    arguments = json.dumps(dict(options, **local_paths, rows=row_selection, custom=custom_settings), default=str)
+    local_input_paths = {name: download_url(path, Path("outputs")) for name, path in input_paths.items()}
+    arguments = json.dumps(dict(cli_args, **local_input_paths, rows=row_selection, custom=custom_settings), default=str)
     propose_command = [*make_python_command(), "-m", "cosmos_core.train.propose", arguments]
     completed_process = subprocess.run(propose_command, capture_output=True, text=True, check=False)
     if completed_process.returncode == EXIT_USAGE:
@@ -286,25 +286,25 @@ def _propose_settings(options: dict[str, str], overrides: Sequence[str] = ()) ->
         error_message = error_message.replace(f"{key} = ", "--data ").replace(key, "--data")
         raise ConfigError(error_message.replace(" or beside the file that is run", ""))
     if completed_process.returncode:
-        [*_, last_line] = ["", *completed_process.stderr.strip().splitlines()]
-        raise CosmosError(f"the look at model and rows ended with {completed_process.returncode}: {last_line[-2000:]}")
-    original_names_by_path = {path: options[name] for name, path in local_paths.items() if path}
+        [*_, error_line] = ["", *completed_process.stderr.strip().splitlines()]
+        raise CosmosError(f"the look at model and rows ended with {completed_process.returncode}: {error_line[-2000:]}")
+    input_by_local_path = {path: cli_args[name] for name, path in local_input_paths.items() if path}
     settings_and_reasons = json.loads(completed_process.stdout)
-    return [(key, original_names_by_path.get(str(value), value), reason) for key, value, reason in settings_and_reasons]
+    return [(key, input_by_local_path.get(str(value), value), reason) for key, value, reason in settings_and_reasons]
 
 
-def _render_recipe(options: dict[str, str], settings: list[_Setting]) -> str:
-    lines_by_table: dict[str, list[str]] = {}
+def _render_recipe(cli_args: dict[str, str], settings: list[_Setting]) -> str:
+    table_lines: dict[str, list[str]] = {}
     for key, value, reason in settings:
         table_key, _, name = key.rpartition(".")
-        lines_by_table.setdefault(table_key, []).append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {reason}")
-    option_values = [(f"--{name}", value) for name, value in options.items() if value and name != "method"]
+        table_lines.setdefault(table_key, []).append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {reason}")
+    command_line_options = [(f"--{name}", value) for name, value in cli_args.items() if value and name != "method"]
     # The options are written into a comment of the recipe, which must be a single line.
-    options_text = " ".join(shlex.join([word for option in option_values for word in option]).split())
-    recipe_text = f"# cosmos {options['method']} {options_text}\n"
-    if options["method"] == "eval":  # add a stage, because `cosmos run` trains the model if there is none
+    options_text = " ".join(shlex.join([word for option in command_line_options for word in option]).split())
+    recipe_text = f"# cosmos {cli_args['method']} {options_text}\n"
+    if cli_args["method"] == "eval":  # add a stage, because `cosmos run` trains the model if there is none
         recipe_text += '\n[[pipeline.stages]]\nname = "evaluate"\nkind = "evaluate"\n'
-    for table_key, lines_of_table in sorted(lines_by_table.items()):
+    for table_key, lines_of_table in sorted(table_lines.items()):
         recipe_text += f"\n[{table_key}]\n" + "\n".join(lines_of_table) + "\n"
     try:
         return f"{_RECIPE_HEADER}{hashlib.sha256(recipe_text.encode()).hexdigest()[:16]}\n{recipe_text}"
@@ -313,31 +313,31 @@ def _render_recipe(options: dict[str, str], settings: list[_Setting]) -> str:
         raise ConfigError(f"{word!a}: it is not UTF-8, which a recipe has to be; rename the file or folder") from error
 
 
-def _make_recipe_path(options: dict[str, str], output_file: str) -> Path:
-    file_name = Path(options.get("data") or options["model"]).name
+def _make_recipe_path(cli_args: dict[str, str], output_file: str) -> Path:
+    file_name = Path(cli_args.get("data") or cli_args["model"]).name
     file_stem = file_name.split(".")[0].lstrip("-") or "rows"  # `cosmos run` would read a leading hyphen as an option
-    return Path(os.path.expanduser(output_file) or f"{file_stem}-{options['method']}.toml")
+    return Path(os.path.expanduser(output_file) or f"{file_stem}-{cli_args['method']}.toml")
 
 
-def _write_recipe(options: dict[str, str], settings: list[_Setting], output_file: str) -> Path:
+def _write_recipe(cli_args: dict[str, str], settings: list[_Setting], output_file: str) -> Path:
     """Write the recipe and return its path. An existing file is overwritten only if an earlier command wrote it, no
     user has edited it and no running command uses it; otherwise raise `ConfigError`."""
-    path, recipe_text = _make_recipe_path(options, output_file), _render_recipe(options, settings)
+    path, recipe_text = _make_recipe_path(cli_args, output_file), _render_recipe(cli_args, settings)
     try:
         with path.open("a+", encoding="utf-8") as recipe_file:
-            is_lock_free = True
+            is_run_lock_free = True
             try:
                 fcntl.flock(recipe_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:  # only a BlockingIOError shows that another command holds the lock
-                is_lock_free = not isinstance(error, BlockingIOError)
-            existing_text = path.read_text(encoding="utf-8", errors="replace")
-            if existing_text == recipe_text:
+                is_run_lock_free = not isinstance(error, BlockingIOError)
+            existing_recipe_text = path.read_text(encoding="utf-8", errors="replace")
+            if existing_recipe_text == recipe_text:
                 return path
-            if not is_lock_free:
+            if not is_run_lock_free:
                 raise ConfigError(f"{path} is the recipe of a command that still runs; write another with --save FILE")
-            first_line, _, recipe_body = existing_text.partition("\n")
+            header_line, _, recipe_body = existing_recipe_text.partition("\n")
             recipe_digest = hashlib.sha256(recipe_body.encode()).hexdigest()[:16]
-            if existing_text and first_line != f"{_RECIPE_HEADER}{recipe_digest}":
+            if existing_recipe_text and header_line != f"{_RECIPE_HEADER}{recipe_digest}":
                 remedy_text = f"run it with cosmos run {shlex.quote(str(path))}, or write another with --save FILE"
                 raise ConfigError(f"{path} is there and was edited; {remedy_text}")
             path.write_text(recipe_text, encoding="utf-8")

@@ -43,7 +43,7 @@ _LOCATION_KEY_PATTERN = re.compile(r"_(?:file|path|dir|env)$", re.I)
 _WORD_PATTERN = re.compile(
     r"[A-Za-z_<|>/.-]+|<[^\s<>]{1,30}>|\[\w{1,30}\](?: \w{1,12})?|(?=.{1,19}\Z)[A-Za-z]+\d?(?:_[A-Za-z]*\d{0,3})*"
 )
-_ORDINARY_KEY_PATTERN = re.compile(
+_HARMLESS_KEY_PATTERN = re.compile(
     r"(?:.*_)?(?:sort|order|group|join|index|primary|foreign|partition|split|dict|column|row|id|text|image|video|media"
     r"|label|prompt|question|response|completion|reference|context|message|content|title|score|metric|reward|stop"
     r"|pad|[be]os|unk|special|extra|added|max|min|num|new|total)s?_(?:keys?|tokens)|keys?|tokens",
@@ -71,9 +71,9 @@ def environment_for_user_code(variable_names: Iterable[str]) -> dict[str, str]:
     """Return the environment variables of user code: those that any program needs, and those in `variable_names`."""
     environment, recipe_variable_names = {}, set(variable_names)
     for name, value in os.environ.items():
-        is_inherited = name in _INHERITED_VARIABLES or name.startswith(_INHERITED_VARIABLE_PREFIXES)
-        is_secret = _is_secret_name(name) or _URL_WITH_PASSWORD_PATTERN.search(value)
-        if name in recipe_variable_names or (is_inherited and not is_secret):
+        is_variable_inherited = name in _INHERITED_VARIABLES or name.startswith(_INHERITED_VARIABLE_PREFIXES)
+        is_variable_secret = _is_secret_name(name) or _URL_WITH_PASSWORD_PATTERN.search(value)
+        if name in recipe_variable_names or (is_variable_inherited and not is_variable_secret):
             environment[name] = value
     return environment
 
@@ -163,14 +163,14 @@ def mask_named_secrets(parameters: Any, keys: tuple[str, ...] = ()) -> Any:
         return [mask_named_secrets(value, keys) for value in parameters]
     if not isinstance(parameters, str) or not parameters.strip():
         return parameters
-    key_names = [_CAMEL_CASE_BOUNDARY_PATTERN.sub("_", key) for key in keys]
-    joined_name, is_word_with_digit = "_".join(key_names), re.fullmatch(r"[^\s:,<>[\]]*\d[^\s:,<>[\]]*", parameters)
-    ordinary_names = set(filter(_ORDINARY_KEY_PATTERN.fullmatch, key_names))
-    checked_names = [name for name in key_names if _CREDENTIAL_PATTERN.search(name) or name not in ordinary_names]
-    if _CREDENTIAL_PATTERN.search(joined_name) or (_KEY_COLLECTION_PATTERN.search(joined_name) and is_word_with_digit):
-        checked_names.append(joined_name)
-    text = f"{key_names[-1]}={parameters}"
-    return MASK if _is_secret_setting(checked_names, parameters) or mask_text(text) != text else parameters
+    snake_keys = [_CAMEL_CASE_BOUNDARY_PATTERN.sub("_", key) for key in keys]
+    joined_keys, is_word_with_digit = "_".join(snake_keys), re.fullmatch(r"[^\s:,<>[\]]*\d[^\s:,<>[\]]*", parameters)
+    harmless_keys = set(filter(_HARMLESS_KEY_PATTERN.fullmatch, snake_keys))
+    keys_to_check = [name for name in snake_keys if _CREDENTIAL_PATTERN.search(name) or name not in harmless_keys]
+    if _CREDENTIAL_PATTERN.search(joined_keys) or (_KEY_COLLECTION_PATTERN.search(joined_keys) and is_word_with_digit):
+        keys_to_check.append(joined_keys)
+    text = f"{snake_keys[-1]}={parameters}"
+    return MASK if _is_secret_setting(keys_to_check, parameters) or mask_text(text) != text else parameters
 
 
 def mask_settings(settings: Any, key: str = "") -> Any:
@@ -194,16 +194,16 @@ def mask_file(log_path: Path, variable_names: Iterable[str] = ()) -> None:
     """
     secret_bytes = [secret.encode() for secret in _collect_secrets(variable_names)]
     block_overlap_bytes = max(_MIN_BLOCK_OVERLAP_BYTES, *map(len, secret_bytes), 0)
-    block_start = 0
+    block_offset = 0
     with open(log_path, "r+b", buffering=0) as log_file:
-        while block := os.pread(log_file.fileno(), _READ_BLOCK_BYTES + block_overlap_bytes, block_start):
+        while block := os.pread(log_file.fileno(), _READ_BLOCK_BYTES + block_overlap_bytes, block_offset):
             secret_spans = [match.span() for secret in secret_bytes for match in re.finditer(re.escape(secret), block)]
             # Decode as Latin-1, which has one character per byte, so that spans are byte offsets. Replace its
             # white-space characters 0x85 and 0xA0, because these bytes also occur inside of UTF-8 letters.
             secret_spans += find_secret_spans(block.decode("latin-1").translate(dict.fromkeys((0x85, 0xA0), "x")))
             for span_start, span_end in secret_spans:
-                os.pwrite(log_file.fileno(), b"*" * (span_end - span_start), block_start + span_start)
-            block_start += _READ_BLOCK_BYTES
+                os.pwrite(log_file.fileno(), b"*" * (span_end - span_start), block_offset + span_start)
+            block_offset += _READ_BLOCK_BYTES
 
 
 class _MaskingStream:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 def make_python_command() -> list[str]:
     """Return the command that starts this interpreter for a module of this package. If the working directory contains
     another checkout of the package, `python -m` would import the module from there; the option `-P` prevents this."""
-    is_other_checkout = os.path.isdir("cosmos_core") and not os.path.samefile("cosmos_core", os.path.dirname(__file__))
-    return [sys.executable, *["-P"] * is_other_checkout]
+    is_cwd_other_clone = os.path.isdir("cosmos_core") and not os.path.samefile("cosmos_core", os.path.dirname(__file__))
+    return [sys.executable, *["-P"] * is_cwd_other_clone]
 
 
 @contextmanager

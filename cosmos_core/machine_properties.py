@@ -54,8 +54,8 @@ def count_usable_cores() -> int:
     time that its container has, as with `docker run --cpus=2`, rounded up."""
     num_cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # ignore the quota `max`, which means that there is no limit
-        quota_us, period_us = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
-        num_cores = min(num_cores, math.ceil(quota_us / period_us))
+        cpu_quota_us, cpu_period_us = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        num_cores = min(num_cores, math.ceil(cpu_quota_us / cpu_period_us))
     return num_cores
 
 
@@ -104,16 +104,16 @@ def _measure_machine(
 ) -> MachineProperties:
     if not python_path and not ray_address:
         return measure_machine(libraries)
-    program_module = "cosmos_core.cluster.properties" if ray_address else "cosmos_core.machine_properties"
-    command = [python_path or sys.executable, "-m", program_module, *libraries]
+    measuring_module = "cosmos_core.cluster.properties" if ray_address else "cosmos_core.machine_properties"
+    command = [python_path or sys.executable, "-m", measuring_module, *libraries]
     try:
         stdout = subprocess.check_output(command, stderr=subprocess.PIPE, text=True, timeout=_MEASURE_TIMEOUT_SECONDS)
         machine_properties = MachineProperties(**json.loads(stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
         if ray_address:
-            last_lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
+            error_lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
             connection_error = find_connection_error(ray_address)
-            problem = f"it is not reached: {connection_error}" if connection_error else f"no properties: {last_lines}"
+            problem = f"it is not reached: {connection_error}" if connection_error else f"no properties: {error_lines}"
             raise StageFailed(f"RAY_ADDRESS = {ray_address!r}: {problem}") from error
         if isinstance(error, subprocess.TimeoutExpired):
             raise StageFailed(f"pipeline.python = {python_path!r}: no reply in {_MEASURE_TIMEOUT_SECONDS} s") from error
@@ -193,8 +193,8 @@ def git_commit() -> str:
     if shutil.which("git") is None:
         return ""
     # With `HEAD:./FILE`, git fails unless the clone contains this file: a wheel may lie in another project's clone.
-    git_command, code_file = ["git", "rev-parse", "HEAD", f"HEAD:./{Path(__file__).name}"], Path(__file__)
-    git_process = subprocess.run(git_command, cwd=code_file.parent, capture_output=True, text=True, check=False)
+    git_command, module_file = ["git", "rev-parse", "HEAD", f"HEAD:./{Path(__file__).name}"], Path(__file__)
+    git_process = subprocess.run(git_command, cwd=module_file.parent, capture_output=True, text=True, check=False)
     return git_process.stdout.split()[0] if git_process.returncode == 0 else ""
 
 

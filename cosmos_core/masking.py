@@ -58,33 +58,33 @@ def find_secret_spans(text: str) -> Iterator[tuple[int, int]]:
         if _looks_like_secret(match[1]) or re.fullmatch(r"[0-9a-fA-F]{16,}", match[1]):
             yield match.span(1)
     for match in _BASE64_WITH_SLASHES.finditer(text):  # find base64 text, such as secret keys of AWS with 40 characters
-        if _has_mixed_characters(match[0]) and _mean_piece_length(match[0]) < (3.2 if len(match[0]) == 40 else 2.5):
+        if _has_mixed_characters(match[0]) and _get_piece_length(match[0]) < (3.2 if len(match[0]) == 40 else 2.5):
             yield match.span()
     # A secret can consist of random letters in groups between dashes or dots, each too short for the patterns above.
     for match in _SEPARATED_LETTER_GROUPS_PATTERN.finditer(text):
         has_long_word = re.search("[A-Z]?[a-z]{5}|[A-Z]{5}", match[0])
-        if _has_mixed_characters(match[0]) and not has_long_word and _mean_piece_length(match[0]) < 1.95:
+        if _has_mixed_characters(match[0]) and not has_long_word and _get_piece_length(match[0]) < 1.95:
             yield match.span()
     for match in _LONG_WORD_PATTERN.finditer(text):
         adjacent_characters = text[max(0, match.start() - 1) : match.start()] + text[match.end() : match.end() + 1]
         is_separate_word = match[0].rstrip("=").isalnum() and not any(c in "/.:" for c in adjacent_characters)
         alphanumeric_parts = re.findall("[A-Za-z0-9]{10,}", match[0])
-        is_random_base64 = len(match[0]) >= 32 and _mean_piece_length(match[0]) < 2.4
+        is_random_base64 = len(match[0]) >= 32 and _get_piece_length(match[0]) < 2.4
         if any(_is_secret_word(part, is_separate_word) for part in alphanumeric_parts if len(part) >= 20) or (
             is_random_base64
-            and any(_has_mixed_characters(part) and _mean_piece_length(part) < 2.4 for part in alphanumeric_parts)
+            and any(_has_mixed_characters(part) and _get_piece_length(part) < 2.4 for part in alphanumeric_parts)
         ):
             yield match.span()
 
 
 def mask_secret_spans(text: str) -> str:
     """Return the text with `***` in place of each part that looks like a secret."""
-    text_parts, masked_end = [], 0
+    output_parts, masked_end = [], 0
     for span_start, span_end in sorted(find_secret_spans(text)):
         if span_end > masked_end:
-            text_parts += [text[masked_end : max(span_start, masked_end)], "***" if span_start >= masked_end else ""]
+            output_parts += [text[masked_end : max(span_start, masked_end)], "***" if span_start >= masked_end else ""]
             masked_end = span_end
-    return "".join(text_parts) + text[masked_end:]
+    return "".join(output_parts) + text[masked_end:]
 
 
 def _is_secret_word(word: str, is_separate_word: bool) -> bool:
@@ -95,9 +95,9 @@ def _is_secret_word(word: str, is_separate_word: bool) -> bool:
         has_digest_length = len(word) in _HEX_DIGEST_LENGTHS
         return is_separate_word and has_digit and not word.isdigit() and len(word) >= 32 and not has_digest_length
     if word.islower() or word.isupper():
-        return is_separate_word and has_digit and len(word) >= 24 and _mean_piece_length(word) < 3.4
+        return is_separate_word and has_digit and len(word) >= 24 and _get_piece_length(word) < 3.4
     is_long_word = len(word) >= 28
-    return _mean_piece_length(word) < ((2.8 if is_long_word else 2.5) if has_digit else (2.6 if is_long_word else 2.2))
+    return _get_piece_length(word) < ((2.8 if is_long_word else 2.5) if has_digit else (2.6 if is_long_word else 2.2))
 
 
 def _has_mixed_characters(word: str) -> bool:
@@ -107,10 +107,10 @@ def _has_mixed_characters(word: str) -> bool:
 def _looks_like_secret(word: str) -> bool:
     """Return True if `word`, the value after a word like `token`, looks random, unlike a name, a path or a number."""
     has_letters_and_digits = any(letter.isdigit() for letter in word) and any(letter.isalpha() for letter in word)
-    return has_letters_and_digits and _mean_piece_length(word) < 3.0 and "//" not in word
+    return has_letters_and_digits and _get_piece_length(word) < 3.0 and "//" not in word
 
 
-def _mean_piece_length(word: str) -> float:
+def _get_piece_length(word: str) -> float:
     """Return the mean length of the parts of a string that look like a word, an acronym or a number."""
     word_like_parts = _WORD_PIECE_PATTERN.findall(word)
     return sum(map(len, word_like_parts)) / max(1, len(word_like_parts))

@@ -21,7 +21,7 @@ from cosmos_core.imports import make_python_command
 
 _READ_ONLY_ANNOTATIONS = ToolAnnotations(read_only_hint=True)
 _RUN_START_ANNOTATIONS = ToolAnnotations(read_only_hint=False, destructive_hint=False)
-_COMMAND_TIMEOUT_SECONDS, _START_TIMEOUT_SECONDS = 600, 120
+_COMMAND_TIMEOUT_SECONDS, _RUN_START_TIMEOUT_SECONDS = 600, 120
 _SERVER_INSTRUCTIONS = """Operate post-training pipelines. Recipes are TOML files; `explain_key` documents their keys.
 `check` and `plan` take a recipe. Runs are named by their id; an empty id names the newest.
 `start_run` asks the user first."""
@@ -123,7 +123,7 @@ async def _run_if_confirmed(response: ElicitationResult[Confirmation], *command_
             start_new_session=True,
         )  # fmt: skip
     output_text, elapsed_seconds = "", 0
-    while process.poll() is None and " running" not in output_text and elapsed_seconds < _START_TIMEOUT_SECONDS:
+    while process.poll() is None and " running" not in output_text and elapsed_seconds < _RUN_START_TIMEOUT_SECONDS:
         await asyncio.sleep(1)
         output_text, elapsed_seconds = Path(log_file.name).read_text(errors="replace"), elapsed_seconds + 1
     output_text = Path(log_file.name).read_text(errors="replace")
@@ -138,8 +138,8 @@ def _build_command(*command_words: str) -> list[str]:
     with a hyphen, because the words are names and paths, not options."""
     if option_words := [word for word in command_words if word.startswith("-")]:
         raise ToolError(f"{option_words[0]!r} begins with a hyphen, as an option does; give a name or a path")
-    num_words = max((i for i, word in enumerate(command_words, start=1) if word), default=0)
-    return [*make_python_command(), "-m", "cosmos_core", *command_words[:num_words]]
+    num_command_words = max((i for i, word in enumerate(command_words, start=1) if word), default=0)
+    return [*make_python_command(), "-m", "cosmos_core", *command_words[:num_command_words]]
 
 
 async def _run_cosmos(*command_words: str) -> str:

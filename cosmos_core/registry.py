@@ -112,14 +112,14 @@ def find_error_location(error: BaseException, function: Any = None) -> str:
     code_object = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
     if code_object is None:
         return f"{stack_frames[-1].filename}:{stack_frames[-1].lineno}"
-    line_numbers = [frame.lineno for frame in stack_frames if frame.filename == code_object.co_filename]
-    return f"{code_object.co_filename}:{line_numbers[-1] if line_numbers else code_object.co_firstlineno}"
+    error_line_numbers = [frame.lineno for frame in stack_frames if frame.filename == code_object.co_filename]
+    return f"{code_object.co_filename}:{error_line_numbers[-1] if error_line_numbers else code_object.co_firstlineno}"
 
 
 def suggest_names(name: str, known_names: list[str]) -> str:
     """Return `; did you mean X?` if a known name is similar, otherwise the list of known names."""
-    close_matches = difflib.get_close_matches(name, known_names, n=1, cutoff=0.6)
-    return f"; did you mean {close_matches[0]!r}?" if close_matches else f"; known: {', '.join(sorted(known_names))}"
+    similar_names = difflib.get_close_matches(name, known_names, n=1, cutoff=0.6)
+    return f"; did you mean {similar_names[0]!r}?" if similar_names else f"; known: {', '.join(sorted(known_names))}"
 
 
 def locate_code(import_path: str) -> Path:
@@ -142,13 +142,13 @@ def read_signature(import_path: str) -> inspect.Signature | None:
             syntax_nodes = [*ast.walk(module := ast.parse(code_file.read_bytes()))]
     except (SyntaxError, ValueError):  # ignore an invalid file: the later import reports its error
         return None
-    functions = [node for node in syntax_nodes if isinstance(node, ast.FunctionDef) and node.name == function_name]
+    func_nodes = [node for node in syntax_nodes if isinstance(node, ast.FunctionDef) and node.name == function_name]
     is_name_reassigned = any(
         isinstance(n, ast.Name) and n.id == function_name and isinstance(n.ctx, ast.Store) for n in syntax_nodes
     )
-    if len(functions) != 1 or functions[0] not in module.body or functions[0].decorator_list or is_name_reassigned:
+    if len(func_nodes) != 1 or func_nodes[0] not in module.body or func_nodes[0].decorator_list or is_name_reassigned:
         return None
-    [function_node], none_literal_node = functions, ast.Constant(None)
+    [function_node], none_literal_node = func_nodes, ast.Constant(None)
     function_node.args.defaults = [none_literal_node] * len(function_node.args.defaults)
     function_node.args.kw_defaults = [default and none_literal_node for default in function_node.args.kw_defaults]
     for node in ast.walk(function_node.args):

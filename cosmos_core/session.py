@@ -47,7 +47,7 @@ def run_session(
     return the exit code. `from_stage` and `verify` are parameters of the flow."""
     _configure_logging_and_signals()
     stage_names = [stage.name for stage in run.pipeline.stages]
-    is_interrupted, failure_reason = False, ""
+    is_run_interrupted, failure_reason = False, ""
     with ProgressDisplay(stage_names) as progress_display, _keep_display_updated(lambda: run, progress_display):
         progress_display.print_message(f"run {run.id} in {run.path}")
         try:
@@ -58,17 +58,17 @@ def run_session(
                 flow_parameters = {"config": str(run.path), "from_stage": from_stage, "verify": verify}
                 failure_reason = _run_until_ended(partial(post_train, **flow_parameters, return_state=True), run.path)
         except (KeyboardInterrupt, Preempted):
-            is_interrupted = True
+            is_run_interrupted = True
             record_stop(run.path, stage_names)
     kill_descendants()
     print_summary(run.path)
-    exit_code = errors.EXIT_PREEMPTED if is_interrupted else derive_exit_code(run)
+    exit_code = errors.EXIT_PREEMPTED if is_run_interrupted else derive_exit_code(run)
     stage_states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
     over_budget_message = next((state.error for state in stage_states if state.is_over_budget), "")
     if exit_code == errors.EXIT_PREEMPTED and over_budget_message:
         _print_message(over_budget_message)
         return exit_code
-    if exit_code == errors.EXIT_PREEMPTED and failure_reason and not is_interrupted:
+    if exit_code == errors.EXIT_PREEMPTED and failure_reason and not is_run_interrupted:
         # Report a crash instead of a preemption, because the flow itself failed, although no stage did.
         exit_code = errors.EXIT_CRASH
         _print_message(failure_reason)
@@ -84,7 +84,7 @@ def run_python_flow(
     flow."""
     _configure_logging_and_signals()
     raised_error: CosmosError | None = None
-    is_interrupted, failure_reason = False, ""
+    is_run_interrupted, failure_reason = False, ""
     with server_stack:
         wait_for_server()
         flow, get_current_flow = import_python_flow(entrypoint)
@@ -105,7 +105,7 @@ def run_python_flow(
             except OverBudget as over_budget:
                 raised_error = over_budget
             except (KeyboardInterrupt, Preempted):
-                is_interrupted = True
+                is_run_interrupted = True
                 if (interrupted_run := get_current_run()) is not None:
                     record_flow_state(interrupted_run.path, "stopped")
             except CosmosError as cosmos_error:
@@ -115,7 +115,7 @@ def run_python_flow(
     run = get_current_run()
     if run is not None:
         print_summary(run.path)
-    if is_interrupted:
+    if is_run_interrupted:
         _print_message(f"stopped; the same command continues {f'run {run.id}' if run else 'it'}")
         return errors.EXIT_PREEMPTED
     if raised_error is not None:
@@ -138,9 +138,9 @@ def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Any]]:
             original_error = (
                 flow_error.__cause__ if isinstance(flow_error, ScriptError) and flow_error.__cause__ else flow_error
             )
-            location_text = f" ({find_error_location(original_error)})" if original_error is not flow_error else ""
-            error_prefix = "" if isinstance(original_error, MissingFlowError) else f"{type(original_error).__name__}: "
-            return ConfigError(f"{entrypoint}: {error_prefix}{original_error}{location_text}")
+            error_location = f" ({find_error_location(original_error)})" if original_error is not flow_error else ""
+            class_prefix = "" if isinstance(original_error, MissingFlowError) else f"{type(original_error).__name__}: "
+            return ConfigError(f"{entrypoint}: {class_prefix}{original_error}{error_location}")
 
         with convert_errors(make_config_error, ()):
             # `False`: Prefect raises an error in the file instead of executing as much of the file as it can.
@@ -151,13 +151,13 @@ def _make_module_entrypoint(entrypoint: str) -> str:
     """Return `PACKAGE.MODULE:FLOW` for an entrypoint in a file of a package, since relative imports need the package,
     and make the package importable; return any other entrypoint unchanged."""
     flow_file, _, flow_name = entrypoint.rpartition(":")
-    package_parent, module_parts = Path(flow_file).absolute().parent, [Path(flow_file).stem]
+    package_parent, module_name_parts = Path(flow_file).absolute().parent, [Path(flow_file).stem]
     while (package_parent / "__init__.py").is_file():
-        package_parent, module_parts = package_parent.parent, [package_parent.name, *module_parts]
-    if len(module_parts) == 1:
+        package_parent, module_name_parts = package_parent.parent, [package_parent.name, *module_name_parts]
+    if len(module_name_parts) == 1:
         return entrypoint
     sys.path.insert(0, str(package_parent))
-    return f"{'.'.join(module_parts)}:{flow_name}"
+    return f"{'.'.join(module_name_parts)}:{flow_name}"
 
 
 def _configure_logging_and_signals() -> None:
@@ -191,8 +191,8 @@ def _print_failures(run: Run, exit_code: int) -> None:
         remedy = "change the training or `require`, then cosmos run; what stays the same is reused"
         _print_message(f"run {run.id} ends here, and resuming it would end the same way: {remedy}")
     elif exit_code not in {errors.EXIT_OK, errors.EXIT_USAGE}:
-        instructions = make_resume_instructions(read_run(run.path))
-        _print_message(f"run {run.id} is not complete; continue it with: {instructions}")
+        resume_instructions = make_resume_instructions(read_run(run.path))
+        _print_message(f"run {run.id} is not complete; continue it with: {resume_instructions}")
 
 
 def _print_message(message: str) -> None:
@@ -227,15 +227,15 @@ def _run_until_ended(run_flow: Callable[[], Any], run_folder: Path, flow_fn: Any
         return "a stage was called with the future of a stage that failed"
     if flow_state.is_completed():
         return ""
-    has_traceback = isinstance(flow_result, Exception) and flow_result.__traceback__ is not None
-    has_error_location = flow_fn is not None and has_traceback and flow_state.name != "TimedOut"
-    location_text = f" ({find_error_location(flow_result, flow_fn)})" if has_error_location else ""
-    return f"{flow_state.message}{location_text}"
+    has_error_traceback = isinstance(flow_result, Exception) and flow_result.__traceback__ is not None
+    has_error_location = flow_fn is not None and has_error_traceback and flow_state.name != "TimedOut"
+    error_location = f" ({find_error_location(flow_result, flow_fn)})" if has_error_location else ""
+    return f"{flow_state.message}{error_location}"
 
 
 @contextmanager
-def open_session(output_dir: Path, run_function: Callable[..., int] = run_session) -> Iterator[Callable[..., int]]:
-    """Start a Prefect server with its data below `output_dir`; yield `run_function` with its first two arguments bound:
+def open_session(output_dir: Path, session_body: Callable[..., int] = run_session) -> Iterator[Callable[..., int]]:
+    """Start a Prefect server with its data below `output_dir`; yield `session_body` with its first two arguments bound:
     the `ExitStack` that stops the server, and a function that waits until the server responds, which takes seconds."""
     os.environ.update(add_log_silencing_variables(os.environ))
     # Send Prefect's own log lines only to the Prefect server, because the display already shows the progress.
@@ -247,7 +247,7 @@ def open_session(output_dir: Path, run_function: Callable[..., int] = run_sessio
     adopt_orphans()
     with ExitStack() as server_stack:
         wait_for_server = server_stack.enter_context(prefect_server(output_dir / SHARED_FOLDER))
-        yield partial(run_function, server_stack, wait_for_server)
+        yield partial(session_body, server_stack, wait_for_server)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any, Literal
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 
 
-def is_at_or_below(key: str, key_prefixes: Iterable[str]) -> bool:
+def is_key_within(key: str, key_prefixes: Iterable[str]) -> bool:
     """Return True if a dotted key equals one of the prefixes or is below one of them."""
     return any(key == prefix or key.startswith(f"{prefix}.") for prefix in key_prefixes)
 
@@ -77,8 +77,8 @@ class StageKind:
 
     def reads_key(self, key: str) -> bool:
         """Return True if a stage of this kind reads a key of its recipe."""
-        is_in_tables = any(is_at_or_below(key, keys) for keys in (self.recipe_tables, *self.keys_by_modality.values()))
-        return is_in_tables and not is_at_or_below(key, self.unread)
+        is_in_tables = any(is_key_within(key, keys) for keys in (self.recipe_tables, *self.keys_by_modality.values()))
+        return is_in_tables and not is_key_within(key, self.unread)
 
     @property
     def trains_model(self) -> bool:

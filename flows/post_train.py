@@ -25,7 +25,7 @@ from cosmos_core.run.directory import (
     Run,
     claim_run,
     create_writable_folder,
-    describe_removal,
+    describe_run_removal,
     flow_runs_folder,
     open_or_create_run,
     open_run,
@@ -104,7 +104,7 @@ def open_run_to_execute(config: str, overrides: Sequence[str], run_id: str, flow
     opened_run = open_or_create_run(pipeline, run_id=run_id)
     if flow_run_id:
         record_flow_run(opened_run, flow_run_id)
-        if removal_warning := describe_removal(opened_run):
+        if removal_warning := describe_run_removal(opened_run):
             get_run_logger().warning(removal_warning)
     return opened_run
 

@@ -92,30 +92,30 @@ def retrain(
         pipeline = unpinned_pipeline
         if flow_run_state is None:
             pipeline = pin_urls(pin_hub_revisions(resolve_gpu_settings(pipeline)))
-        content_digest = flow_run_state.digest if flow_run_state else compute_retrain_digest(pipeline, start)
+        retrain_digest = flow_run_state.digest if flow_run_state else compute_retrain_digest(pipeline, start)
         last_state = read_document(state_file, RetrainState)
-        if idle_state := _find_idle_state(unpinned_pipeline, content_digest, flow_run_state, last_state, approve):
+        if idle_state := _find_idle_state(unpinned_pipeline, retrain_digest, flow_run_state, last_state, approve):
             return idle_state
         run = _open_saved_run(pipeline, flow_run_state.run_id) if flow_run_state else None
-        run = run or _open_unfinished_run(pipeline, content_digest, last_state)
+        run = run or _open_unfinished_run(pipeline, retrain_digest, last_state)
         if run is None:
             start_overrides = make_start_overrides(pipeline) if start == "published" else []
-            start_description = start_overrides or "the model that the pipeline names"
-            get_run_logger().info("something is new; starting from %s", start_description)
+            start_model_text = start_overrides or "the model that the pipeline names"
+            get_run_logger().info("something is new; starting from %s", start_model_text)
             run = open_run_to_execute(config, [*overrides, *start_overrides], "", str(flow_run.id or ""))
-            last_state = RetrainState(digest=content_digest, run_id=run.id)
+            last_state = RetrainState(digest=retrain_digest, run_id=run.id)
             save_retrain_state(state_file, last_state)
-        save_retrain_state(flow_run_state_file, RetrainState(digest=content_digest, run_id=run.id))
+        save_retrain_state(flow_run_state_file, RetrainState(digest=retrain_digest, run_id=run.id))
         stage_names = list_stages_before_publication(run.pipeline)
-        if flow_run_state is not None and not _has_same_content(run.pipeline, content_digest, start):
+        if flow_run_state is not None and not _has_same_content(run.pipeline, retrain_digest, start):
             stage_names = _list_stages_to_run(run, stage_names)
             if any(run.pipeline.stage_kind(run.pipeline.stage(name)).is_reusable for name in stage_names):
                 outdated_reason = "its rows, code or settings were changed; the next firing takes the new ones"
                 return _make_outdated_state(run.id, outdated_reason)
         final_state, outcome = _train_and_publish(run, stage_names, approve)
         # Do not overwrite the state that a later flow run has saved for newer content.
-        if outcome and (last_state is None or last_state.digest == content_digest):
-            save_retrain_state(state_file, RetrainState(digest=content_digest, run_id=run.id, outcome=outcome))
+        if outcome and (last_state is None or last_state.digest == retrain_digest):
+            save_retrain_state(state_file, RetrainState(digest=retrain_digest, run_id=run.id, outcome=outcome))
         return final_state
 
 
@@ -140,8 +140,8 @@ def _find_idle_state(
     if last_state is None:
         return None
     if last_state.digest == digest and last_state.outcome:
-        outage_text = "".join(f"; {hub} did not respond: {reason}" for hub, (_, reason) in failed_hub_requests.items())
-        message = f"nothing new since run {last_state.run_id}, which was {last_state.outcome}{outage_text}"
+        hub_outages = "".join(f"; {hub} did not respond: {reason}" for hub, (_, reason) in failed_hub_requests.items())
+        message = f"nothing new since run {last_state.run_id}, which was {last_state.outcome}{hub_outages}"
         return Completed(name="NothingNew", message=message)
     approval = liveness.read_open_approval(_get_run_path(pipeline, last_state.run_id))
     if approve and flow_run_state is None and last_state.digest == digest and approval is not None:
@@ -155,10 +155,10 @@ def _find_idle_state(
     return None
 
 
-def _open_unfinished_run(pipeline: Pipeline, content_digest: str, last_state: RetrainState | None) -> Run | None:
-    """Return the run of the last retraining if its data and settings had the digest `content_digest` and it has not
+def _open_unfinished_run(pipeline: Pipeline, retrain_digest: str, last_state: RetrainState | None) -> Run | None:
+    """Return the run of the last retraining if its data and settings had the digest `retrain_digest` and it has not
     ended; otherwise None."""
-    if last_state is None or last_state.digest != content_digest:
+    if last_state is None or last_state.digest != retrain_digest:
         return None
     if not (_get_run_path(pipeline, last_state.run_id) / PIPELINE_FILE).is_file():
         return None
@@ -180,9 +180,9 @@ def _make_outdated_state(run_id: str, outdated_reason: str) -> State[Any]:
     return Completed(name="Outdated", message=f"run {run_id} is not continued: {outdated_reason}")
 
 
-def _has_same_content(pipeline: Pipeline, content_digest: str, initial_model: str) -> bool:
+def _has_same_content(pipeline: Pipeline, retrain_digest: str, initial_model: str) -> bool:
     with suppress(ConfigError, DataError, ModelError):  # content that cannot be read counts as changed
-        return compute_retrain_digest(pipeline, initial_model) == content_digest
+        return compute_retrain_digest(pipeline, initial_model) == retrain_digest
     return False
 
 
@@ -193,10 +193,10 @@ def _train_and_publish(
     publication until a person approves or declines. Return the final state of the flow run and the outcome of the
     retraining, as in `RetrainState.outcome`."""
     nonpublishing_stages = list_stages_before_publication(run.pipeline)
-    publication_names = [stage.name for stage in run.pipeline.stages if stage.name not in nonpublishing_stages]
+    publication_stage_names = [stage.name for stage in run.pipeline.stages if stage.name not in nonpublishing_stages]
     with claim_run(run):
         approval = None
-        if approve and publication_names:
+        if approve and publication_stage_names:
             approval = liveness.read_required_approval(run.path) or liveness.PublicationApproval()
         liveness.save_approval(run.path, approval)  # with this file, `cosmos resume` refuses until a person approves
         final_state = run_stages(run, training_stages)
@@ -206,9 +206,9 @@ def _train_and_publish(
             return final_state, ""
     if approval is not None and not _is_approved(run, approval):
         return Completed(name="Declined", message=f"run {run.id}: its model is not published"), "declined"
-    if publication_names:
+    if publication_stage_names:
         with claim_run(run):
-            final_state = run_stages(run, publication_names)
+            final_state = run_stages(run, publication_stage_names)
     if not final_state.is_completed():
         return final_state, ""
     return make_completed_state(run, [stage.name for stage in run.pipeline.stages]), "published"
@@ -227,8 +227,8 @@ def _is_approved(run: Run, approval: liveness.PublicationApproval) -> bool:
     try:
         approval_decision = suspend_flow_run(wait_for_input=approval_form, timeout=timeout_seconds, key=approval_key)
     except Pause:  # the flow run is suspended until a person decides
-        open_approval = liveness.PublicationApproval(until=time.time() + timeout_seconds, flow_run=str(flow_run.id))
-        liveness.save_approval(run.path, open_approval)
+        pending_approval = liveness.PublicationApproval(until=time.time() + timeout_seconds, flow_run=str(flow_run.id))
+        liveness.save_approval(run.path, pending_approval)
         events.emit_run_waiting(run)
         raise
     is_approved = bool(approval_decision.publish)  # type: ignore[attr-defined]
@@ -239,9 +239,9 @@ def _is_approved(run: Run, approval: liveness.PublicationApproval) -> bool:
 
 def _list_stages_to_run(run: Run, stage_names: list[str]) -> list[str]:
     """Return those of `stage_names` that have no complete result, and stages that always run, such as gates."""
-    results = {name: read_result(run.stage_path(name)) for name in stage_names}
+    run_results = {name: read_result(run.stage_path(name)) for name in stage_names}
     finished_stages = {
-        name for name, result in results.items() if result and not find_output_damage(run.stage_path(name), result)
+        name for name, result in run_results.items() if result and not find_output_damage(run.stage_path(name), result)
     }
     get_stage, get_kind = run.pipeline.stage, run.pipeline.stage_kind
     return [name for name in stage_names if name not in finished_stages or not get_kind(get_stage(name)).is_reusable]
@@ -274,26 +274,26 @@ def make_start_overrides(pipeline: Pipeline) -> list[str]:
             continue
         model_address, model_revision = addresses_by_training[stage.name]
         setting_key = "model" if stage.model else "policy.model_name_or_path"
-        override_stage, select_stage = stage.name, pipeline.find_branch_selector(stage.name)
+        overridden_stage_name, select_stage = stage.name, pipeline.find_branch_selector(stage.name)
         # An override must name a stage of the pipeline file. In the file, a sweep with a grid is one stage, which has
         # the name of the stage that selects the best branch.
         stage_sweep = select_stage.sweep if select_stage else None
         if select_stage and stage_sweep and any(branch.settings for branch in stage_sweep.branches):
-            override_stage = select_stage.name
-        overrides.append(f"{override_stage}.{setting_key}={model_address}")
-        overrides += [f"{override_stage}.policy.model_revision={model_revision}"] if model_revision else []
+            overridden_stage_name = select_stage.name
+        overrides.append(f"{overridden_stage_name}.{setting_key}={model_address}")
+        overrides += [f"{overridden_stage_name}.policy.model_revision={model_revision}"] if model_revision else []
     return list(dict.fromkeys(overrides))
 
 
 def _check_initial_weights(pipeline: Pipeline, stage: StageConfig, target: str) -> None:
     """Raise ConfigError if a setting of a training would change the weights of the model published at `target`."""
     recipe, policy_config = pipeline.recipes[stage.name], pipeline.recipes[stage.name].policy
-    weight_settings = {
+    initial_weight_settings = {
         "policy.model_safetensor_path": policy_config.model_safetensor_path,
         "policy.lora.lora_path": policy_config.lora and policy_config.lora.lora_path,
         "train.resume": isinstance(recipe.train.resume, str) and recipe.train.resume,
     }
-    for key, value in weight_settings.items():
+    for key, value in initial_weight_settings.items():
         if value:
             raise ConfigError(
                 f"stage {stage.name!r}: start = 'published': {key} = {value!r} would change the weights of {target}; "
@@ -343,21 +343,21 @@ def _find_first_trainings(pipeline: Pipeline, publishing_stage: StageConfig) -> 
         for name in list_trainings(ancestor_names)
         if not list_trainings(_list_model_ancestors(pipeline, pipeline.stage(name).model))
     }
-    merge_names = {name for name in ancestor_names if pipeline.stage_kind(pipeline.stage(name)).merges_models}
+    merge_stages = {name for name in ancestor_names if pipeline.stage_kind(pipeline.stage(name)).merges_models}
     initial_models = set(map(get_initial_model, first_trainings))
-    return first_trainings | {name for name in merge_names if get_initial_model(name) in initial_models}
+    return first_trainings | {name for name in merge_stages if get_initial_model(name) in initial_models}
 
 
 def _list_model_ancestors(pipeline: Pipeline, model: str) -> set[str]:
-    pending_names, ancestor_names = [referenced_stage(model)], set[str]()
-    while pending_names:
-        if (name := pending_names.pop()) is None or name in ancestor_names:
+    pending_stages, ancestor_names = [referenced_stage(model)], set[str]()
+    while pending_stages:
+        if (name := pending_stages.pop()) is None or name in ancestor_names:
             continue
         ancestor_names.add(name)
         stage = pipeline.stage(name)
         stage_kind, source_stage_name = pipeline.stage_kind(stage), referenced_stage(stage.model)
-        pending_names += [name for branch in (stage.sweep.branches if stage.sweep else ()) for name in branch.stages]
+        pending_stages += [name for branch in (stage.sweep.branches if stage.sweep else ()) for name in branch.stages]
         # A stage that merges models names them only in `after`, so its model descends from all stages in `after`.
-        has_single_source = source_stage_name or stage_kind.trains_model
-        pending_names += [source_stage_name] if has_single_source and not stage_kind.merges_models else stage.after
+        has_one_source_model = source_stage_name or stage_kind.trains_model
+        pending_stages += [source_stage_name] if has_one_source_model and not stage_kind.merges_models else stage.after
     return ancestor_names

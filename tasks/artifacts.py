@@ -38,12 +38,12 @@ from cosmos_core.run.files import parse_documents, read_json, write_text
 from cosmos_core.run.manifest import Result
 from cosmos_core.run.progress import MetricsReader, ProgressRecord
 from cosmos_core.run.stage import CONDITIONS_FILE
-from tasks.naming import user_name
+from tasks.naming import get_user_name
 
 logger = logging.getLogger(__name__)
 
 _UPDATE_PERIOD_SECONDS = {"progress": 3.0, "metrics": 30.0, "samples": 600.0}
-_MAX_WAIT_SECONDS = 300.0  # maximum number of seconds to wait for the thread that publishes artifacts
+_MAX_PUBLISH_WAIT_SECONDS = 300.0  # maximum number of seconds to wait for the thread that publishes artifacts
 _MAX_TABLE_ROWS = 20
 _MAX_PLOTTED_LINES = 10_000
 _MAX_CELL_CHARACTERS = 1000  # maximum number of characters of one prompt or completion in a table
@@ -59,7 +59,7 @@ class StageArtifacts:
         self._metrics_reader = MetricsReader(stage_path / "metrics.jsonl")
         self._artifact_key_prefix = _make_artifact_key(pipeline.name, stage_path.name)
         self._is_private = bool(pipeline.private)
-        self._run_description = f"run {stage_path.parent.parent.name} of {user_name()}"
+        self._run_description = f"run {stage_path.parent.parent.name} of {get_user_name()}"
         self._progress_artifact_id: UUID | None = None
         self._next_update_times = {name: time.monotonic() + seconds for name, seconds in _UPDATE_PERIOD_SECONDS.items()}
         self._next_update_times["progress"] = 0.0
@@ -90,7 +90,7 @@ class StageArtifacts:
     def finish(self, result: Result) -> None:
         """Publish the final artifacts of a stage: the full progress bar, the last metrics, the curves and a card."""
         if self._thread is not None:
-            self._thread.join(_MAX_WAIT_SECONDS)
+            self._thread.join(_MAX_PUBLISH_WAIT_SECONDS)
             if self._thread.is_alive():
                 logger.warning("the Prefect server does not respond: the result of this stage is not shown there")
                 return
@@ -152,9 +152,9 @@ def publish_run_report(run_path: Path) -> None:
         write_text(run_path / REPORT_FILE, build_report(run_path))
     run = read_run(run_path)
     with log_ui_errors():
-        description = f"{run.name}: {run.outcome}, run {run_path.name} of {user_name()}"
+        description = f"{run.name}: {run.outcome}, run {run_path.name} of {get_user_name()}"
         # Without `_sync`, the call returns a coroutine at the end of an asynchronous flow.
-        create_markdown_artifact(_render_run_card(run), run_card_key(run.name), description, _sync=True)  # type: ignore[call-arg]
+        create_markdown_artifact(_render_run_card(run), make_run_card_key(run.name), description, _sync=True)  # type: ignore[call-arg]
 
 
 def log_ui_errors() -> AbstractContextManager[None]:
@@ -162,7 +162,7 @@ def log_ui_errors() -> AbstractContextManager[None]:
     return log_errors(partial(logger.warning, "it cannot be shown now: %s"))
 
 
-def run_card_key(pipeline_name: str) -> str:
+def make_run_card_key(pipeline_name: str) -> str:
     """Return the artifact key of the card that all runs of a pipeline share."""
     return _make_artifact_key(pipeline_name, "run")
 
@@ -180,16 +180,16 @@ def render_conditions_table(conditions: Sequence[GateCondition]) -> str:
     table_lines = ["| condition | measured | bound | holds |", "|---|---|---|---|"]
     for condition in conditions:
         bound_text = "–" if condition.bound is None else f"{condition.bound:.6g}"
-        outcome_text = "yes" if condition.passed else "**no**"
-        table_lines.append(f"| {condition.title} | {condition.value:.6g} | {bound_text} | {outcome_text} |")
+        condition_outcome_text = "yes" if condition.passed else "**no**"
+        table_lines.append(f"| {condition.title} | {condition.value:.6g} | {bound_text} | {condition_outcome_text} |")
     return "\n".join([*table_lines, ""])
 
 
 def _make_sample_row(line: dict[str, Any], stage_path: Path) -> dict[str, Any]:
-    text_cells = {"prompt": line.get("prompt", ""), "completion": completions.format_completion(line, stage_path)}
-    for name, text in text_cells.items():
-        text_cells[name] = text if len(text) <= _MAX_CELL_CHARACTERS else f"{text[:_MAX_CELL_CHARACTERS]}…"
-    return {"step": line["step"], **text_cells, "reward": _to_json_value(line.get("reward"))}
+    sample_texts = {"prompt": line.get("prompt", ""), "completion": completions.format_completion(line, stage_path)}
+    for name, text in sample_texts.items():
+        sample_texts[name] = text if len(text) <= _MAX_CELL_CHARACTERS else f"{text[:_MAX_CELL_CHARACTERS]}…"
+    return {"step": line["step"], **sample_texts, "reward": _to_json_value(line.get("reward"))}
 
 
 def _to_json_value(metric_value: Any) -> Any:
@@ -216,17 +216,17 @@ def render_approval_form(run_path: Path) -> str:
     for stage in run.stages:
         for condition in stage.conditions:
             bound_text = "nothing is published" if condition.bound is None else f"bound {condition.bound:.6g}"
-            outcome_text = "holds" if condition.passed else "**does not hold**"
-            measured_text = f"measured {condition.value:.6g}, {bound_text}, {outcome_text}"
-            lines.append(f"- gate {stage.name}: {condition.title}: {measured_text}")
+            condition_outcome_text = "holds" if condition.passed else "**does not hold**"
+            measurement_text = f"measured {condition.value:.6g}, {bound_text}, {condition_outcome_text}"
+            lines.append(f"- gate {stage.name}: {condition.title}: {measurement_text}")
     return "\n".join([*lines, *(f"- {stage.name}: {text}" for stage in run.stages if (text := _format_metrics(stage)))])
 
 
 def _render_stages(run: RunRecord) -> list[str]:
     markdown_lines = ["| stage | kind | state | time | metrics |", "|---|---|---|---|---|"]
     for stage in run.stages:
-        stage_cells = (stage.name, stage.kind.name, stage.status, formatting.format_duration(stage.seconds))
-        markdown_lines.append(f"| {' | '.join(stage_cells)} | {_format_metrics(stage)} |")
+        stage_row_cells = (stage.name, stage.kind.name, stage.status, formatting.format_duration(stage.seconds))
+        markdown_lines.append(f"| {' | '.join(stage_row_cells)} | {_format_metrics(stage)} |")
     for stage in run.stages:
         if stage.conditions:
             markdown_lines += ["", f"gate **{stage.name}**", "", render_conditions_table(stage.conditions)]

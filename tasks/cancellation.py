@@ -170,14 +170,14 @@ def make_publication_check() -> Callable[[], None]:
     def raise_if_cancelled() -> None:
         wait_start_time, has_warned = time.monotonic(), False
         worker.sleep_unless_stopping(0)
-        while (was_cancelled := flow_run_context.copy().run(is_cancelled)) is None:
+        while (was_flow_run_cancelled := flow_run_context.copy().run(is_cancelled)) is None:
             if time.monotonic() - wait_start_time > _MAX_UNREACHABLE_SECONDS:
                 raise StageFailed("the Prefect server does not respond, so nothing is published: was it cancelled?")
             if not has_warned:
                 logger.warning("the Prefect server does not respond: the publication waits until it does")
                 has_warned = True
             worker.sleep_unless_stopping(_POLL_SECONDS)
-        if was_cancelled:
+        if was_flow_run_cancelled:
             raise Cancelled("its flow run was cancelled, so nothing is published")
 
     return raise_if_cancelled

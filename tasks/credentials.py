@@ -30,17 +30,17 @@ def set_credentials(pipeline: Pipeline | None) -> None:
     from prefect.blocks.system import Secret
 
     try:
-        block_value = Secret.load(SECRET_BLOCK).get()  # type: ignore[union-attr]
+        secret_variables = Secret.load(SECRET_BLOCK).get()  # type: ignore[union-attr]
     except ValueError:
         return  # no credentials to set: the server has no Secret block of this name
     try:
-        environment_variables = json.loads(block_value) if isinstance(block_value, str) else block_value
+        environment_variables = json.loads(secret_variables) if isinstance(secret_variables, str) else secret_variables
     except ValueError:  # do not log the error, because its message may show the value
         environment_variables = None
     if not isinstance(environment_variables, dict):
         logger.warning("the Secret block %s is no object of variables and their values: it is not used", SECRET_BLOCK)
         return
-    joined_prefixes = "*, ".join(_CREDENTIAL_PREFIXES)
+    credential_prefixes_text = "*, ".join(_CREDENTIAL_PREFIXES)
     if os.environ.keys() >= {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}:
         # A session token belongs to the keys of the block: with other keys, a store refuses it.
         environment_variables = {k: v for k, v in environment_variables.items() if k != "AWS_SESSION_TOKEN"}
@@ -49,7 +49,7 @@ def set_credentials(pipeline: Pipeline | None) -> None:
             os.environ.setdefault(name, str(variable_value))
         else:
             logger.warning(
-                "the Secret block %s: %s is none of %s*: it is not used", SECRET_BLOCK, name, joined_prefixes
+                "the Secret block %s: %s is none of %s*: it is not used", SECRET_BLOCK, name, credential_prefixes_text
             )
 
 

@@ -21,7 +21,7 @@ from cosmos_core.run.directory import Run
 from cosmos_core.run.liveness import has_flow_completed
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.state import FINISHED_STATES, read_state
-from tasks.artifacts import run_card_key
+from tasks.artifacts import make_run_card_key
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +49,11 @@ def emit_stage_failed(run: Run, stage_name: str, error: CosmosError) -> None:
         _emit_event(event_name, run, stage_name, {"error": str(error), "exit_code": error.exit_code})
 
 
-def emit_run_ended(run: Run, *, is_failed: bool) -> None:
+def emit_run_ended(run: Run, *, has_run_failed: bool) -> None:
     """Emit an event that a run failed, or that its Python flow has completed or all its stages have results, with the
     metrics of the last stage that reported metrics."""
     state_by_stage_name = {stage.name: read_state(run.stage_path(stage.name)).state for stage in run.pipeline.stages}
-    if is_failed:
+    if has_run_failed:
         failed_stages = [name for name, state in state_by_stage_name.items() if state == "failed"]
         if failed_stages:  # a run that was only stopped emits no event
             _emit_event("cosmos.run.failed", run, "", {"failed": failed_stages})
@@ -86,7 +86,7 @@ def _emit_event(event_name: str, run: Run, stage_name: str, extra_payload: dict[
     report_location = report_url(run.path) or str(run.path / REPORT_FILE)
     event_payload = {"run": run.id, "pipeline": pipeline_name, "path": str(run.path), "report": report_location}
     if ui_url:
-        event_payload["card"] = f"{ui_url}/artifacts/key/{run_card_key(pipeline_name)}"
+        event_payload["card"] = f"{ui_url}/artifacts/key/{make_run_card_key(pipeline_name)}"
     if stage_name:
         event_resource["cosmos.stage"] = event_payload["stage"] = stage_name
     with log_errors(partial(logger.warning, "event %s is not sent: %s", event_name)):

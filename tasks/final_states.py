@@ -67,8 +67,8 @@ def derive_flow_state(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is
 def make_completed_state(run: Run, stage_names: Sequence[str]) -> State[Any]:
     """Return the final state of a flow run whose stages are complete; its message says how many were reused."""
     num_reused_stages = sum(read_state(run.stage_path(name)).state == "reused" for name in stage_names)
-    reuse_text = f", {num_reused_stages} of them reused from earlier runs" if num_reused_stages else ""
-    return Completed(message=f"run {run.id}: {len(stage_names)} stages completed{reuse_text}", data=str(run.path))
+    num_reused_text = f", {num_reused_stages} of them reused from earlier runs" if num_reused_stages else ""
+    return Completed(message=f"run {run.id}: {len(stage_names)} stages completed{num_reused_text}", data=str(run.path))
 
 
 def _get_error(state: State[Any]) -> CosmosError | None:

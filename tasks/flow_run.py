@@ -32,7 +32,7 @@ from cosmos_core.run.directory import (
     claim_run,
     create_run,
     create_writable_folder,
-    describe_removal,
+    describe_run_removal,
     extend_run,
     open_run,
     read_start_info,
@@ -285,7 +285,7 @@ class PythonFlowState:
         new_run = create_run(
             pipeline, run_id=self.run_id, requires_exact_id=True, entrypoint=self.entrypoint, parameters=self.parameters
         )
-        if removal_warning := describe_removal(new_run):
+        if removal_warning := describe_run_removal(new_run):
             get_run_logger().warning(removal_warning)
         return new_run
 
@@ -369,7 +369,7 @@ def _record_flow_end(flow: object, flow_run: FlowRun, state: State[Any]) -> None
     for attempt in flow_states:
         attempt.record_end(is_completed=state.is_completed())
     if started_runs := [attempt.run for attempt in flow_states if attempt.run is not None]:
-        events.emit_run_ended(started_runs[-1], is_failed=not state.is_completed())
+        events.emit_run_ended(started_runs[-1], has_run_failed=not state.is_completed())
 
 
 # Record the state at exit, because Prefect calls no hook of a flow that is suspended or has crashed.

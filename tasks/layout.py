@@ -55,36 +55,36 @@ def _find_exported_checkpoint(pipeline: Pipeline, reading_stage: StageConfig, na
     uploads that depend on it are used. Without such uploads, as in a Python flow before its upload, the exports in
     `after` are used, or else all exports."""
     dependent_names = pipeline.stage_and_dependents(reading_stage.name)
-    upload_stages = [each for each in pipeline.stages if pipeline.stage_kind(each).makes == "publication"]
-    dependent_uploads = [each for each in upload_stages if each.name in dependent_names]
+    publishing_stages = [each for each in pipeline.stages if pipeline.stage_kind(each).makes == "publication"]
+    dependent_uploads = [each for each in publishing_stages if each.name in dependent_names]
     ancestor_names = _collect_model_ancestors(
         pipeline, [reading_stage] if reading_stage.model or reading_stage.sweep else dependent_uploads
     )
     for stage_names in (ancestor_names, reading_stage.after, [stage.name for stage in pipeline.stages]):
-        model_readers = [stage for stage in map(pipeline.stage, stage_names) if stage.model == f"{STAGE_PREFIX}{name}"]
+        reading_stages = [stage for stage in map(pipeline.stage, stage_names) if stage.model == f"{STAGE_PREFIX}{name}"]
         # Count a training that starts from the checkpoint only if the model of `reading_stage` descends from it.
-        checkpoints = {
+        exported_checkpoints = {
             stage.checkpoint
-            for stage, kind in ((stage, pipeline.stage_kind(stage)) for stage in model_readers)
+            for stage, kind in ((stage, pipeline.stage_kind(stage)) for stage in reading_stages)
             if kind.makes in {"model", "publication"} and (stage_names is ancestor_names or not kind.trains_model)
         }
-        if checkpoints:
-            return checkpoints.pop() if len(checkpoints) == 1 else ""
+        if exported_checkpoints:
+            return exported_checkpoints.pop() if len(exported_checkpoints) == 1 else ""
     return ""
 
 
 def _collect_model_ancestors(pipeline: Pipeline, stages: list[StageConfig]) -> set[str]:
     """Return the names of `stages` and of the stages from which their models descend."""
-    pending_names, ancestor_names = [stage.name for stage in stages], set[str]()
-    while pending_names:
-        if (name := pending_names.pop()) in ancestor_names:
+    pending_stages, ancestor_names = [stage.name for stage in stages], set[str]()
+    while pending_stages:
+        if (name := pending_stages.pop()) in ancestor_names:
             continue
         ancestor_names.add(name)
         stage = pipeline.stage(name)
-        pending_names += filter(None, [referenced_stage(stage.model)])
-        pending_names += [each for branch in (stage.sweep.branches if stage.sweep else ()) for each in branch.stages]
+        pending_stages += filter(None, [referenced_stage(stage.model)])
+        pending_stages += [each for branch in (stage.sweep.branches if stage.sweep else ()) for each in branch.stages]
         # A stage that merges models names them only in `after`, so its model descends from all stages in `after`.
-        pending_names += stage.after if pipeline.stage_kind(stage).merges_models else ()
+        pending_stages += stage.after if pipeline.stage_kind(stage).merges_models else ()
     return ancestor_names
 
 
@@ -121,16 +121,16 @@ def prepare_stage_folder(
         report_line(f"{RERUN_EVENT}: {rerun_reason}")
     (path / manifest.RESULT_FILE).unlink(missing_ok=True)
     save_fingerprint(path, fingerprint, stage.work_pool)
-    results, kind_by_role = read_upstream_results(run, stage), _SOURCE_KIND_BY_ROLE
+    results, kind_by_input_role = read_upstream_results(run, stage), _SOURCE_KIND_BY_ROLE
     # Inputs and digests are matched by their order, because several inputs may have the same key.
     source_digests = [
-        value for role, *_, value in fingerprint.inputs if role in kind_by_role and not referenced_stage(value)
+        value for role, *_, value in fingerprint.inputs if role in kind_by_input_role and not referenced_stage(value)
     ]
     external_inputs = [
-        each for each in run.pipeline.inputs(stage) if each.location_type != "stage" and each.role in kind_by_role
+        each for each in run.pipeline.inputs(stage) if each.location_type != "stage" and each.role in kind_by_input_role
     ]
     external_sources = tuple(
-        ExternalSource(kind=kind_by_role[each.role], name=each.location, digest=digest)
+        ExternalSource(kind=kind_by_input_role[each.role], name=each.location, digest=digest)
         for each, digest in zip(external_inputs, source_digests, strict=True)
     )
     model_origin = find_model_origin(run.pipeline, stage)

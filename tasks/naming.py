@@ -20,8 +20,8 @@ def flow_run_name() -> str:
 
 def is_generated_name(name: str) -> bool:
     """Return True if `name` is a random flow run name that Prefect has generated: two words of its word list."""
-    name_parts = name.split("-")
-    return len(name_parts) == 2 and _load_word_list().issuperset(name_parts)
+    slug_parts = name.split("-")
+    return len(slug_parts) == 2 and _load_word_list().issuperset(slug_parts)
 
 
 def label_flow_run(pipeline_name: str, run_id: str, *name_suffixes: str) -> list[str]:
@@ -30,15 +30,15 @@ def label_flow_run(pipeline_name: str, run_id: str, *name_suffixes: str) -> list
     with get_client(sync_client=True) as client:
         prefect_run = client.read_flow_run(UUID(flow_run.id))
         user_tags = [tag for tag in prefect_run.tags if tag.startswith(_USER_TAG_PREFIX)]
-        user_tags = user_tags or [f"{_USER_TAG_PREFIX}{user_name()}"]
+        user_tags = user_tags or [f"{_USER_TAG_PREFIX}{get_user_name()}"]
         run_tags = [f"cosmos-pipeline:{pipeline_name}", f"cosmos-run:{run_id}", *user_tags]
-        has_own_name = not is_generated_name(prefect_run.name) and prefect_run.name != _make_initial_flow_run_name()
-        new_name = prefect_run.name if has_own_name else " ".join((pipeline_name, run_id, *name_suffixes))
-        client.update_flow_run(prefect_run.id, name=new_name, tags=list(dict.fromkeys([*prefect_run.tags, *run_tags])))
+        has_given_name = not is_generated_name(prefect_run.name) and prefect_run.name != _make_initial_flow_run_name()
+        run_title = prefect_run.name if has_given_name else " ".join((pipeline_name, run_id, *name_suffixes))
+        client.update_flow_run(prefect_run.id, name=run_title, tags=list(dict.fromkeys([*prefect_run.tags, *run_tags])))
     return run_tags
 
 
-def user_name() -> str:
+def get_user_name() -> str:
     """Return the name of the user of this process, or the user's numeric id if the user has no name."""
     try:
         return getpass.getuser()

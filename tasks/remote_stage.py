@@ -25,7 +25,7 @@ from prefect.states import Cancelling
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ERRORS_BY_NAME, Cancelled, ConfigError, CosmosError, OverBudget, Preempted, StageFailed
-from cosmos_core.launch.worker import max_grace_seconds, sleep_unless_stopping
+from cosmos_core.launch.worker import compute_grace_seconds, sleep_unless_stopping
 from cosmos_core.launch.worker_report import is_worker_online
 from cosmos_core.run.directory import Run
 from cosmos_core.run.files import JsonDocument, read_document, write_json
@@ -111,18 +111,18 @@ def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_
             report_wait = partial(report_worker_wait, prefect_client, stage_path, report_line)
             return _poll_child(prefect_client, stage, UUID(child.flow_run), mirror_progress, report_wait, budget_check)
         except (Preempted, CancelledError):
-            _cancel_child(prefect_client, child, max_grace_seconds(stage_path, grace_seconds))
+            _cancel_child(prefect_client, child, compute_grace_seconds(stage_path, grace_seconds))
             stage_sync.make_progress_mirror()()
             raise
 
 
 def require_second_slot(
-    prefect_client: SyncPrefectClient, stage: StageConfig, flow_run_id: str, pool_key: str = "work_pool"
+    prefect_client: SyncPrefectClient, stage: StageConfig, flow_run_id: str, pool_field: str = "work_pool"
 ) -> None:
     """Raise ConfigError if this flow run itself occupies the only slot of the work pool, or of its queue, on which a
-    child flow run for `stage` is to run. `pool_key` is the key of the stage that names the pool: `work_pool` or
+    child flow run for `stage` is to run. `pool_field` is the key of the stage that names the pool: `work_pool` or
     `reward_service_pool`."""
-    pool_name, deployment_flow = getattr(stage, pool_key), "stage" if pool_key == "work_pool" else "reward-service"
+    pool_name, deployment_flow = getattr(stage, pool_field), "stage" if pool_field == "work_pool" else "reward-service"
     if not flow_run_id:
         return
     with suppress(ObjectNotFound):
@@ -134,15 +134,15 @@ def require_second_slot(
         if deployment.work_pool_name != pool:
             return
         limit, pool_or_queue = prefect_client.read_work_pool(pool).concurrency_limit, f"pool {pool!r}"
-        limit_command = f"cosmos bootstrap --pool {pool} --limit 2"
+        set_limit_command = f"cosmos bootstrap --pool {pool} --limit 2"
         if limit != 1 and this_flow_run.work_queue_id and this_flow_run.work_queue_id == deployment.work_queue_id:
             work_queue = prefect_client.read_work_queue(this_flow_run.work_queue_id)
             limit, pool_or_queue = work_queue.concurrency_limit, f"queue {work_queue.name!r} of pool {pool!r}"
-            limit_command = f"prefect work-queue set-concurrency-limit {work_queue.name} 2 --pool {pool}"
+            set_limit_command = f"prefect work-queue set-concurrency-limit {work_queue.name} 2 --pool {pool}"
         if limit == 1:
             raise ConfigError(
-                f"stage {stage.name!r}: {pool_key} = {pool_name!r}: {pool_or_queue} runs one flow run at a time, "
-                f"which is the one that waits for it; leave {pool_key} out, or raise the limit: {limit_command}"
+                f"stage {stage.name!r}: {pool_field} = {pool_name!r}: {pool_or_queue} runs one flow run at a time, "
+                f"which is the one that waits for it; leave {pool_field} out, or raise the limit: {set_limit_command}"
             )
 
 
@@ -184,7 +184,7 @@ def _find_running_child(
     child = read_document(path / CHILD_RUN_FILE, ChildFlowRun)
     if child is None or not child.flow_run:
         return None
-    deadline, message = time.monotonic() + max_grace_seconds(path, max(grace_seconds, _MAX_UNREACHABLE_SECONDS)), ""
+    deadline, message = time.monotonic() + compute_grace_seconds(path, max(grace_seconds, _MAX_UNREACHABLE_SECONDS)), ""
     try:
         state_type = prefect_client.read_flow_run(UUID(child.flow_run)).state_type
         while state_type == StateType.CANCELLING:
@@ -209,13 +209,13 @@ def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> ChildFl
     if child.flow_run or not child.token:
         child = child.model_copy(update={"flow_run": "", "attempt": child.attempt + 1, "token": uuid4().hex})
     try:
-        run_address = stage_sync.send_run()
+        run_location = stage_sync.send_run()
         stage_path.mkdir(parents=True, exist_ok=True)
         # The file is written before the request, so that a retry after a kill requests the same flow run.
         write_json(stage_path / CHILD_RUN_FILE, child.model_dump())
         created_flow_run: Any = run_deployment(
-            f"stage/{pool}", parameters={"run": run_address, "name": stage.name}, timeout=0,
-            idempotency_key=f"{run_address}/{stage.name}/{child.attempt}/{child.token}",
+            f"stage/{pool}", parameters={"run": run_location, "name": stage.name}, timeout=0,
+            idempotency_key=f"{run_location}/{stage.name}/{child.attempt}/{child.token}",
             tags=sorted({f"cosmos-run:{run.id}", *task_run.tags}),
         )  # fmt: skip
     except ObjectNotFound as error:
@@ -236,10 +236,10 @@ def compute_backoff_seconds(num_failures: int) -> float:
 
 def report_worker_wait(
     prefect_client: SyncPrefectClient, path: Path, report_line: Callable[[str], None], work_pool: str,
-    work_queue_id: UUID | None, last_message: str,
+    work_queue_id: UUID | None, last_wait_message: str,
 ) -> str:  # fmt: skip
     """Report why a stage waits for a worker of a work pool, in the flow's log and in `state.json`, unless
-    `last_message` has the same reason; return the message."""
+    `last_wait_message` has the same reason; return the message."""
     num_workers = sum(map(is_worker_online, prefect_client.read_workers_for_work_pool(work_pool)))
     worker_text = f"{num_workers} live" if num_workers else f"none is live; start one: cosmos worker --pool {work_pool}"
     message = f"waits for a worker of pool {work_pool}: {worker_text}"
@@ -247,7 +247,7 @@ def report_worker_wait(
         message = f"waits for work pool {work_pool}, which is paused"
     elif work_queue_id and (work_queue := prefect_client.read_work_queue(work_queue_id)).is_paused:
         message = f"waits for queue {work_queue.name} of work pool {work_pool}, which is paused"
-    if message != last_message:
+    if message != last_wait_message:
         report_line(f"stage {path.name}: {message}")
         update_state(path, state="waiting", error=message)
     return message
@@ -261,7 +261,7 @@ def _poll_child(
     report_wait_reason: Callable[[str, UUID | None, str], str],
     budget_check: BudgetCheck,
 ) -> FlowRun:
-    last_mirror_time, last_response_time, next_report_time, last_message = 0.0, time.monotonic(), 0.0, ""
+    last_mirror_time, last_response_time, next_report_time, last_wait_message = 0.0, time.monotonic(), 0.0, ""
     while True:
         try:
             with request_once():
@@ -270,7 +270,7 @@ def _poll_child(
                     next_report_time = time.monotonic() + _WORKER_REPORT_PERIOD_SECONDS
                     # Name the pool of the flow run, because a deployment may have another pool than its name says.
                     work_pool = child_flow_run.work_pool_name or stage.work_pool
-                    last_message = report_wait_reason(work_pool, child_flow_run.work_queue_id, last_message)
+                    last_wait_message = report_wait_reason(work_pool, child_flow_run.work_queue_id, last_wait_message)
             last_response_time = time.monotonic()
         except ObjectNotFound as error:  # the flow run or its pool was deleted
             error_message = f"{_describe_stage(stage)}: its flow run {flow_run_id} or its pool is gone from the server"

@@ -29,21 +29,21 @@ def find_result(run: Run, stage: StageConfig, expected_fingerprint: Fingerprint)
     stage_state = read_state(path)
     if not run.pipeline.stage_kind(stage).is_reusable or (stage_state.forced and read_result(path) is None):
         return None
-    plan_decision = plan.decide_reuse(run.output_dir, path, expected_fingerprint, ignores_cache=run.should_verify_files)
-    if plan_decision is None or plan_decision.action == "run":
+    reuse_choice = plan.decide_reuse(run.output_dir, path, expected_fingerprint, ignores_cache=run.should_verify_files)
+    if reuse_choice is None or reuse_choice.action == "run":
         if (result := StageSync(run, stage).find_result(expected_fingerprint)) is None:
             return None
-        plan_decision = plan.StageDecision("adopt", result["reused_from"])
-    elif plan_decision.action == "adopt":
-        assert plan_decision.result is not None and plan_decision.source is not None
+        reuse_choice = plan.StageDecision("adopt", result["reused_from"])
+    elif reuse_choice.action == "adopt":
+        assert reuse_choice.result is not None and reuse_choice.source is not None
         supersede_outdated_stage(path, expected_fingerprint)
-        result = manifest.adopt_result(plan_decision.source, path, plan_decision.result)
-    elif (result := plan_decision.result) is None:
+        result = manifest.adopt_result(reuse_choice.source, path, reuse_choice.result)
+    elif (result := reuse_choice.result) is None:
         return None
-    if stage_state.state not in FINISHED_STATES or plan_decision.action == "adopt":
+    if stage_state.state not in FINISHED_STATES or reuse_choice.action == "adopt":
         plan.register_result(run.output_dir, path, expected_fingerprint.value)
         plan.save_fingerprint(path, expected_fingerprint, stage.work_pool)
-        record_event(path, "reused", plan_decision.reason)
+        record_event(path, "reused", reuse_choice.reason)
         update_state(path, state="reused", ended=time.time(), error="")
     return result
 

@@ -49,7 +49,7 @@ from cosmos_core.run.fingerprint import Fingerprint, count_worker_threads
 from cosmos_core.run.gpu_time import add_gpu_time_to_result, record_gpu_time
 from cosmos_core.run.lock import FileLock, open_stage_lock
 from cosmos_core.run.manifest import Result, read_result
-from cosmos_core.run.plan import fingerprint_folder, register_result
+from cosmos_core.run.plan import get_reuse_folder, register_result
 from cosmos_core.run.process import identify_process
 from cosmos_core.run.progress import ProgressRecord
 from cosmos_core.run.state import FINISHED_STATES, read_state, record_event, record_failure, update_state
@@ -84,10 +84,10 @@ def run_stages(run: Run, stage_names: Sequence[str], *, is_local: bool = False) 
     set_credentials(run.pipeline)
     run_tags: list[str] = []
     with log_ui_errors():
-        name_suffixes = stage_names if len(stage_names) < len(run.pipeline.stages) else ()
-        if len(name_suffixes) > _MAX_NAMED_STAGES:
-            name_suffixes = stage_names[0], "to", stage_names[-1]
-        run_tags = label_flow_run(run.pipeline.config.name, run.id, *name_suffixes)
+        flow_run_name_suffixes = stage_names if len(stage_names) < len(run.pipeline.stages) else ()
+        if len(flow_run_name_suffixes) > _MAX_NAMED_STAGES:
+            flow_run_name_suffixes = stage_names[0], "to", stage_names[-1]
+        run_tags = label_flow_run(run.pipeline.config.name, run.id, *flow_run_name_suffixes)
     if flow_run.id and not is_local:
         record_flow_run(run, flow_run.id)
     futures: dict[str, PrefectConcurrentFuture[Any]] = {}
@@ -99,17 +99,17 @@ def run_stages(run: Run, stage_names: Sequence[str], *, is_local: bool = False) 
             upstream_futures = {other: futures[other] for other in run.pipeline.stage(name).after if other in futures}
             stage_task = make_stage_task(run, name, upstream_futures, is_local=is_local, semaphore=semaphores.get(name))
             futures[name] = stage_task.submit(wait_for=[allow_failure(future) for future in upstream_futures.values()])
-        was_cancelled = wait_unless_cancelled([future.wrapped_future for future in futures.values()])
-        if was_cancelled:
+        was_flow_run_cancelled = wait_unless_cancelled([future.wrapped_future for future in futures.values()])
+        if was_flow_run_cancelled:
             get_run_logger().warning("the flow run was cancelled or suspended: its stages are asked to stop")
             stop_stages(run, list(futures.values()))
     # Ask the server again: a stage may have noticed a cancellation first, and then only Cancelled is accepted.
-    was_cancelled = was_cancelled or bool(is_cancelled(repeats_requests=True))
-    final_state = derive_flow_state(run, futures, is_cancelled=was_cancelled)
+    was_flow_run_cancelled = was_flow_run_cancelled or bool(is_cancelled(repeats_requests=True))
+    final_state = derive_flow_state(run, futures, is_cancelled=was_flow_run_cancelled)
     if not is_local:
         publish_run_report(run.path)
         events.emit_run_over_budget(run)
-        events.emit_run_ended(run, is_failed=not final_state.is_completed())
+        events.emit_run_ended(run, has_run_failed=not final_state.is_completed())
     return final_state
 
 
@@ -202,8 +202,8 @@ def _run_on_work_pool(run: Run, stage_name: str) -> State[Any] | Result:
     except CosmosError as error:
         # No event is emitted for an error that the child flow run recorded, because the child has emitted it.
         stage_state = read_state(stage_path)
-        has_same_error = stage_state.state == "failed" and stage_state.error == str(error)
-        is_failure_recorded = has_same_error and stage_state.ended != earlier_end_time
+        is_same_error_recorded = stage_state.state == "failed" and stage_state.error == str(error)
+        is_failure_recorded = is_same_error_recorded and stage_state.ended != earlier_end_time
         is_stop_recorded = stage_state.state == "stopped" and isinstance(error, Preempted)
         must_record_error = isinstance(error, OverBudget) or not (is_failure_recorded or is_stop_recorded)
         if must_record_error:
@@ -243,8 +243,8 @@ def run_stage(
         stage_lock.acquire(on_poll=kill_orphaned_worker)
         try:
             with convert_errors(partial(_make_stage_error, stage_path)):
-                is_finished = read_state(stage_path).state in FINISHED_STATES
-                if not is_finished:
+                is_stage_finished = read_state(stage_path).state in FINISHED_STATES
+                if not is_stage_finished:
                     worker.reap_attempt(stage_path)
                     worker.mask_log_of_killed_launcher(stage_path, run.pipeline.secret_env_names(stage))
                     _record_launcher(stage_path)
@@ -256,7 +256,7 @@ def run_stage(
                     add_gpu_time_to_result(stage_path)
                 if result := find_result(run, stage, expected_fingerprint):
                     return stage_sync.send_result(result), True
-                if is_finished:
+                if is_stage_finished:
                     _record_launcher(stage_path)
                 if not run.pipeline.stage_kind(stage).in_worker:
                     return stage_sync.send_result(_run_in_process(run, stage, expected_fingerprint, report_line)), False
@@ -286,14 +286,14 @@ def _make_result_under_lock(
 ) -> tuple[Result, bool]:
     """Make the result of a stage in a worker. If another run is making the same result, wait for it and reuse it."""
     path, stage_sync, budget_check = run.stage_path(stage.name), StageSync(run, stage), BudgetCheck(run, stage)
-    with FileLock(fingerprint_folder(run.output_dir, expected_fingerprint.value) / "lock") as fingerprint_lock:
+    with FileLock(get_reuse_folder(run.output_dir, expected_fingerprint.value) / "lock") as fingerprint_lock:
         has_waited_for_lock = not fingerprint_lock.try_acquire()
         if has_waited_for_lock:
             update_state(path, state="waiting", error="another run is making the same result")
             fingerprint_lock.acquire(on_poll=lambda: worker.sleep_unless_stopping(0))
         with stage_sync.hold_result_lease(expected_fingerprint) as has_waited_for_lease:
-            has_waited_for_other = has_waited_for_lock or has_waited_for_lease
-            if has_waited_for_other and (reused_result := find_result(run, stage, expected_fingerprint)):
+            has_waited_for_other_run = has_waited_for_lock or has_waited_for_lease
+            if has_waited_for_other_run and (reused_result := find_result(run, stage, expected_fingerprint)):
                 return stage_sync.send_result(reused_result), True
             prepare_stage_folder(run, stage, expected_fingerprint, report_line)
             config, kind, recipe = run.pipeline.config, run.pipeline.stage_kind(stage), run.pipeline.recipes[stage.name]
@@ -316,7 +316,7 @@ def _make_result_under_lock(
                     grace_seconds=config.grace_seconds, timeout_seconds=stage.timeout_seconds,
                     lock_descriptors=(stage_lock.descriptor, fingerprint_lock.descriptor, *gpu_locks),
                     on_progress=on_progress, report_line=report_line,
-                    get_kill_reason=stage_sync.lease_loss_reason, get_stop_error=budget_check.find_budget_error,
+                    get_kill_reason=stage_sync.get_lease_loss_reason, get_stop_error=budget_check.find_budget_error,
                     environment={**gpu_environment, **service_variables},
                     inherited_environment=environment_for_user_code(stage.env) if stage.entry else os.environ,
                     secret_vars=(*run.pipeline.secret_env_names(stage), *service_variables),

@@ -270,13 +270,13 @@ def _make_call(
     return StageCall(**to_json_values({"stage": stage_table, "tables": recipe_tables})), source_file
 
 
-def _find_merge_source(pipeline: Pipeline, merged_names: Sequence[str]) -> StageConfig:
+def _find_merge_source(pipeline: Pipeline, merged_stages: Sequence[str]) -> StageConfig:
     """Return the stage whose initial model is the base model of a merge: the stage with which the trainings of the
     first merged model began. The search goes back from the first merged stage, over exports and over stages that start
     from another merged model."""
-    stage = pipeline.stage(merged_names[0])
+    stage = pipeline.stage(merged_stages[0])
     while name := referenced_stage(pipeline.initial_model(stage)):
-        if name not in merged_names and stage.model and not pipeline.stage_kind(stage).reads_key("export.formats"):
+        if name not in merged_stages and stage.model and not pipeline.stage_kind(stage).reads_key("export.formats"):
             break
         stage = pipeline.stage(name)
     return stage
@@ -285,8 +285,8 @@ def _find_merge_source(pipeline: Pipeline, merged_names: Sequence[str]) -> Stage
 def _find_stage_handle(value: Any) -> StageHandle | None:
     if isinstance(value, StageHandle):
         return value
-    nested_values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return next(filter(None, map(_find_stage_handle, nested_values)), None)
+    container_items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return next(filter(None, map(_find_stage_handle, container_items)), None)
 
 
 def _read_recipe(flow: PythonFlowState, name: str, recipe: Any) -> tuple[TomlTable, Path]:

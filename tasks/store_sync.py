@@ -63,8 +63,8 @@ class StageSync:
             if result is None:
                 continue
             # Fetch no files of a stage of which this stage reads only the metrics, because the manifest contains them.
-            needs_files = reads_all_stages or name in input_stages
-            has_fetched_files = needs_files and self._fetch_missing_outputs(result, upstream_path)
+            needs_output_files = reads_all_stages or name in input_stages
+            has_fetched_files = needs_output_files and self._fetch_missing_outputs(result, upstream_path)
             if has_fetched_files or result is not local_result:
                 _write_result(upstream_path, result)
 
@@ -101,7 +101,7 @@ class StageSync:
         finally:
             self._lease.release()
 
-    def lease_loss_reason(self) -> str:
+    def get_lease_loss_reason(self) -> str:
         """Return the reason why this machine has lost the exclusive right to make the result, and must stop the stage;
         empty if the stage can continue."""
         return self._lease.takeover_message if self._lease else ""
@@ -154,14 +154,14 @@ class StageSync:
                 self._store.store_result(result)
             result = result | {STORE_URL_KEY: self._store.url}
             _write_result(self._stage_path, result)
-        self._open_stored_record().push(is_final=True)
+        self._open_stored_record().push(is_final_push=True)
         self._store.put_result(self._stored_run_name, self._stage.name, result)
         return result
 
     def send_stage_state(self) -> None:
         """Send the state of the stage to the artifact store, if the store can be reached."""
         if self._store is not None:
-            _call_with_logged_errors(lambda: self._open_stored_record().push(is_final=True), self._stage_path)
+            _call_with_logged_errors(lambda: self._open_stored_record().push(is_final_push=True), self._stage_path)
 
     def send_run(self) -> str:
         """Send what another machine needs to run this stage to the artifact store. Return the URL of the run in the
@@ -175,7 +175,7 @@ class StageSync:
             update_state(self._stage_path, state="waiting", error="", error_type="")
         if self._store is None or stored_record is None:
             return str(self._run.path)
-        stored_record.push(is_final=True)
+        stored_record.push(is_final_push=True)
         return self._store.put_run(self._run.path, has_new_stages=True)
 
     def make_progress_mirror(self) -> Callable[[], None]:

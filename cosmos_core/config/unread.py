@@ -8,7 +8,7 @@ from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import active_fields, affects_result, short_toml
-from cosmos_core.types import is_at_or_below
+from cosmos_core.types import is_key_within
 
 _IMPLICITLY_READ_KEYS = ("policy.is_diffusers", "policy.model_class", "train.train_policy.type", "export.formats")
 """Keys that stages use although the declarations of stage kinds do not list them, such as `policy.is_diffusers`."""
@@ -78,11 +78,11 @@ def unread_key_notices(pipeline: Pipeline, loaded_recipes: Mapping[str, Recipe])
         reasons_and_disabled_keys = [*disabled_keys(pipeline, stage), *_disabled_keys_in_fingerprint(recipe)]
         for key, field, setting_value, is_set in active_fields(loaded_recipes[stage.name]):
             changes_result = is_set and affects_result(field) and not isinstance(setting_value, dict)
-            if not changes_result or is_at_or_below(key, _IMPLICITLY_READ_KEYS):
+            if not changes_result or is_key_within(key, _IMPLICITLY_READ_KEYS):
                 continue
             schema_key, setting_text = re.sub(r"\.\d+\.", ".", key), f"{key} = {short_toml(setting_value)}"
             reading_kinds = [each for each in pipeline.stage_kinds.values() if each.reads_key(schema_key)]
-            reason = next((reason for reason, keys in reasons_and_disabled_keys if is_at_or_below(key, keys)), "")
+            reason = next((reason for reason, keys in reasons_and_disabled_keys if is_key_within(key, keys)), "")
             if stage_kind in reading_kinds and not reason:
                 used_settings.add(setting_text)
             elif stage_kind in reading_kinds:

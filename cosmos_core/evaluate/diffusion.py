@@ -61,7 +61,7 @@ def run(stage: Stage) -> Outcome:
     _check_rewards(stage.recipe.evaluate.rewards)
     prompt_sets = read_prompt_sets(stage.recipe.evaluate)
     unfinished_folder = stage.path / f"{_UNFINISHED_FOLDER_PREFIX}-{stage.fingerprint[:16]}"
-    num_saved_prompts = max(1, gallery.MAX_PROMPTS // len(prompt_sets))
+    num_saved_prompts = max(1, gallery.MAX_SAVED_PROMPTS // len(prompt_sets))
     scored_prompts: list[ScoredPrompt] = []
     try:
         scored_prompts = _score_prompts(stage, prompt_sets, unfinished_folder, num_saved_prompts)

@@ -20,7 +20,7 @@ from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.service_health import ENQUEUE_URL_VARIABLE, FETCH_URL_VARIABLE, TOKEN_VARIABLE
 
 BLOCK_SLUG = "cosmos-reward-service"
-_URL_PATHS = {ENQUEUE_URL_VARIABLE: "enqueue", FETCH_URL_VARIABLE: "pull"}
+_API_PATHS = {ENQUEUE_URL_VARIABLE: "enqueue", FETCH_URL_VARIABLE: "pull"}
 
 
 class RewardService(Block):
@@ -36,7 +36,7 @@ class RewardService(Block):
     def environment(self) -> dict[str, str]:
         """Return the environment variables that tell a client the address and token of this block's reward service."""
         urls = [url.strip().rstrip("/") for url in self.url.split(",") if url.strip()]
-        service_urls = {name: ",".join(f"{url}/api/reward/{path}" for url in urls) for name, path in _URL_PATHS.items()}
+        service_urls = {name: ",".join(f"{url}/api/reward/{path}" for url in urls) for name, path in _API_PATHS.items()}
         return {**service_urls, TOKEN_VARIABLE: self.token.get_secret_value()}
 
 

@@ -28,7 +28,7 @@ _FINAL_STATES = ("Completed", "Failed", "Cancelled", "Crashed", "TimedOut")
 _IDLE_STATES = ("Suspended", "Paused", "Resuming", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot", "Late")
 """Names of the states in which a flow run has no process and therefore sends no heartbeat."""
 _RESERVED_NAME_PREFIX = "prefect"
-_FORBIDDEN_CHARACTERS = set("/%&<>")  # characters that Prefect refuses in names
+_BAD_NAME_CHARACTERS = set("/%&<>")  # characters that Prefect refuses in names
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def bootstrap_server(
     from cosmos_core.launch.blocks import BLOCK_SLUG, RewardService
 
     for name in (pool.name for pool in pools):
-        if not name.strip() or _FORBIDDEN_CHARACTERS & set(name) or name.lower().startswith(_RESERVED_NAME_PREFIX):
+        if not name.strip() or _BAD_NAME_CHARACTERS & set(name) or name.lower().startswith(_RESERVED_NAME_PREFIX):
             raise ConfigError(
-                f"work pool {name!r}: a name has no {' '.join(sorted(_FORBIDDEN_CHARACTERS))}, and those that begin "
+                f"work pool {name!r}: a name has no {' '.join(sorted(_BAD_NAME_CHARACTERS))}, and those that begin "
                 f"with {_RESERVED_NAME_PREFIX!r} are Prefect's own; take another"
             )
     server_url = get_current_settings().api.url
@@ -115,14 +115,14 @@ def _save_work_pool(prefect_client: Any, pool: WorkPool) -> str:
     if existing_pool.type != pool.type:
         type_mismatch_text = f"is of type {existing_pool.type}, not {pool.type}"
         raise ConfigError(f"work pool {pool.name!r} {type_mismatch_text}; delete it, or take another name")
-    requested_settings = {"concurrency_limit": run_limit, "base_job_template": job_template or None}
-    changed_settings: dict[str, Any] = {
-        key: value for key, value in requested_settings.items() if value not in (None, getattr(existing_pool, key))
+    requested_pool_settings = {"concurrency_limit": run_limit, "base_job_template": job_template or None}
+    changed_pool_settings: dict[str, Any] = {
+        key: value for key, value in requested_pool_settings.items() if value not in (None, getattr(existing_pool, key))
     }
-    if not changed_settings:
+    if not changed_pool_settings:
         return f"work pool {pool.name}: there ({existing_pool.type}{_format_limit(existing_pool.concurrency_limit)})"
-    prefect_client.update_work_pool(pool.name, WorkPoolUpdate(**changed_settings))
-    return f"work pool {pool.name}: changed ({', '.join(changed_settings)})"
+    prefect_client.update_work_pool(pool.name, WorkPoolUpdate(**changed_pool_settings))
+    return f"work pool {pool.name}: changed ({', '.join(changed_pool_settings)})"
 
 
 def _format_limit(concurrency_limit: int | None) -> str:

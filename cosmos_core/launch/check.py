@@ -23,7 +23,7 @@ from cosmos_core.run.digests import shared_digest_cache
 from cosmos_core.run.files import write_json
 from cosmos_core.run.fingerprint import compute_fingerprint, count_worker_threads
 from cosmos_core.run.manifest import Result
-from cosmos_core.run.plan import fingerprint_folder
+from cosmos_core.run.plan import get_reuse_folder
 from cosmos_core.run.remote import download_inputs, download_url
 from cosmos_core.run.stage import CHECKED_PROMPTS_FILE, Stage
 from cosmos_core.types import JsonValue
@@ -41,8 +41,8 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
         if not pipeline.stage_kind(stage).reads_model:
             continue
         base_stage, data_stage_name = _find_base_stage(pipeline, stage), referenced_stage(stage.data)
-        references = stage_references(stage, pipeline.recipes[stage.name], pipeline.stage_kind(stage))
-        row_stage_names = [referenced_stage(value) for key, value in references if key not in MODEL_REFERENCE_KEYS]
+        reference_pairs = stage_references(stage, pipeline.recipes[stage.name], pipeline.stage_kind(stage))
+        row_stage_names = [referenced_stage(value) for key, value in reference_pairs if key not in MODEL_REFERENCE_KEYS]
         kind_by_row_stage = {name: pipeline.stage_kind(pipeline.stage(name)) for name in filter(None, row_stage_names)}
         unknown_row_stages = [name for name, row_kind in kind_by_row_stage.items() if row_kind.makes != "data"]
         if base_stage is None or unknown_row_stages:
@@ -50,21 +50,21 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
             yield f"{stage.name}: not looked at: it starts from what stage {unfinished_stage_name!r} will make"
             continue
         data, prompts = "" if data_stage_name else stage.data, prompts_by_stage.get(data_stage_name)
-        model, model_note, changed_recipe = "", "", None
+        model, base_model_note, base_model_recipe = "", "", None
         if base_stage is not stage:
             base_policy, recipe = pipeline.recipes[base_stage.name].policy, pipeline.recipes[stage.name]
-            base_model_fields = {name: getattr(base_policy, name) for name in ("model_name_or_path", "model_revision")}
-            base_model_fields["chat_template"] = chat_templates[stage.name]
-            changed_recipe = recipe.copy_with(policy=recipe.policy.copy_with(**base_model_fields))
+            base_policy_fields = {name: getattr(base_policy, name) for name in ("model_name_or_path", "model_revision")}
+            base_policy_fields["chat_template"] = chat_templates[stage.name]
+            base_model_recipe = recipe.copy_with(policy=recipe.policy.copy_with(**base_policy_fields))
             model = base_stage.model or base_policy.model_name_or_path
-            model_note = f" (looked at with the model that stage {base_stage.name!r} starts from)"
+            base_model_note = f" (looked at with the model that stage {base_stage.name!r} starts from)"
         check_program = pipeline.stage_kind(stage).check
         check_result = run_check(
-            pipeline, stage, check_program, model=model, data=data, recipe=changed_recipe, prompts=prompts
+            pipeline, stage, check_program, model=model, data=data, recipe=base_model_recipe, prompts=prompts
         )
         prompts_by_stage[stage.name] = check_result["info"].get("prompts")
         check_downstream_stages(pipeline, stage.name, check_result["info"])
-        yield f"{stage.name}: {check_result['info']['found']}{model_note}"
+        yield f"{stage.name}: {check_result['info']['found']}{base_model_note}"
         num_printed_rows = 0
         for line in check_result["info"].get("shown", []):
             num_printed_rows += not line.startswith(" ")
@@ -86,10 +86,12 @@ def check_downstream_stages(pipeline: Pipeline, data_stage_name: str, check_info
             prompts: Any = check_info.get("prompts") or {}
             if stage_kind.table == "sample" and any(prompt["images"] for prompt in prompts.get("train") or ()):
                 rejection_reason = "its prompts have images, and kind sample writes rows of text only"
-            limits, row_limits = (_find_pixel_limits(pipeline, name) for name in (stage.name, data_stage_name))
-            if limits != row_limits and not rejection_reason:
-                problem_text = f"custom.vision here and in stages before gives {limits}, and in its rows {row_limits}"
-                rejection_reason = f"{problem_text}; set the same in the recipes of all these stages"
+            pixel_limits, row_limits = (_find_pixel_limits(pipeline, name) for name in (stage.name, data_stage_name))
+            if pixel_limits != row_limits and not rejection_reason:
+                rejection_reason = (
+                    f"custom.vision here and in stages before gives {pixel_limits}, and in its rows {row_limits}; set "
+                    "the same in the recipes of all these stages"
+                )
         if rejection_reason:
             raise DataError(f"{pipeline.source_path}: stage {stage.name!r}: {rejection_reason}")
 
@@ -97,8 +99,8 @@ def check_downstream_stages(pipeline: Pipeline, data_stage_name: str, check_info
 def _find_pixel_limits(pipeline: Pipeline, name: str) -> dict[str, int]:
     """Return the `min_pixels` and `max_pixels` with which a stage reads images: its own settings and, for those that it
     does not set, the settings of the stage that makes its model."""
-    source_name = referenced_stage(pipeline.initial_model(pipeline.stage(name)))
-    inherited_pixel_limits = _find_pixel_limits(pipeline, source_name) if source_name else {}
+    initial_stage_name = referenced_stage(pipeline.initial_model(pipeline.stage(name)))
+    inherited_pixel_limits = _find_pixel_limits(pipeline, initial_stage_name) if initial_stage_name else {}
     return inherited_pixel_limits | dict(image_settings(pipeline.recipes[name]).pixels)
 
 
@@ -113,10 +115,12 @@ def check_first_rows(pipeline: Pipeline) -> None:
         if decodes_media or any(each.role == "data_code" for each in inputs) or _has_prepared_rows(pipeline, stage):
             continue
         data_inputs = [each for each in inputs if each.role == "data"]
-        is_local = {each.location_type for each in data_inputs} <= {"folder", "literal"}
+        are_inputs_local = {each.location_type for each in data_inputs} <= {"folder", "literal"}
         data_paths = [Path(each.location) for each in data_inputs if each.location_type == "folder"]
-        file_lists = [list_data_files(path, DATA_FILE_PATTERNS) if path.is_dir() else [path] for path in data_paths]
-        if not is_local or any(sum(f.stat().st_size for f in files) > _MAX_QUICK_CHECK_BYTES for files in file_lists):
+        row_file_lists = [list_data_files(path, DATA_FILE_PATTERNS) if path.is_dir() else [path] for path in data_paths]
+        if not are_inputs_local or any(
+            sum(f.stat().st_size for f in files) > _MAX_QUICK_CHECK_BYTES for files in row_file_lists
+        ):
             continue
         try:
             run_check(pipeline, stage, "cosmos_core.data.quick_check:run", data=stage.data)
@@ -134,7 +138,7 @@ def _has_prepared_rows(pipeline: Pipeline, stage: StageConfig) -> bool:
     output_dir = pipeline.output_dir.expanduser().absolute()
     stage_kind, digest_cache = pipeline.stage_kind(stage), shared_digest_cache(output_dir)
     fingerprint = compute_fingerprint(pipeline, stage, stage_kind, {}, digest_cache)
-    return fingerprint_folder(output_dir, fingerprint.value).exists()
+    return get_reuse_folder(output_dir, fingerprint.value).exists()
 
 
 def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between callers
@@ -178,8 +182,8 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
         except StageFailed as error:  # quote the worker's log, because it is deleted with the temporary folder
             failure_text, _, log_path = str(error).partition("; log: ")
             log_lines = Path(log_path).read_text(encoding="utf-8", errors="replace").split("\n") if log_path else []
-            if last_line := next(filter(str.strip, reversed(log_lines)), ""):
-                raise StageFailed(f"{failure_text}; its log ends with: {last_line.strip()[:300]}") from error
+            if last_log_line := next(filter(str.strip, reversed(log_lines)), ""):
+                raise StageFailed(f"{failure_text}; its log ends with: {last_log_line.strip()[:300]}") from error
             raise
 
 

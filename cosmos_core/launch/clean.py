@@ -53,14 +53,14 @@ def decide_retention(output_dir: Path, *, num_kept_runs: int, older_than_seconds
     reasons_to_keep: dict[Path, str] = {}
     for paths in run_paths_by_pipeline.values() if num_kept_runs else ():
         reasons_to_keep |= dict.fromkeys(paths[-num_kept_runs:], f"{newest_runs_reason} of its pipeline")
-    age_by_run = {path: max(0.0, time.time() - _find_last_activity_time(path)) for path in pipeline_by_run}
-    for path, age_seconds in age_by_run.items():
+    age_seconds_by_run = {path: max(0.0, time.time() - _find_last_activity_time(path)) for path in pipeline_by_run}
+    for path, age_seconds in age_seconds_by_run.items():
         if age_seconds < older_than_seconds:
             reasons_to_keep.setdefault(path, "not old enough")
         if (approval := read_open_approval(path)) is not None and not approval.is_declined:
             reasons_to_keep[path] = "its publication waits for approval"
         try:
-            if _may_be_running(path):
+            if _may_run_be_active(path):
                 reasons_to_keep[path] = "it is running"
         except PermissionError:  # the run belongs to another user
             reasons_to_keep[path] = "no permission to write it"
@@ -68,7 +68,9 @@ def decide_retention(output_dir: Path, *, num_kept_runs: int, older_than_seconds
         reasons_to_keep.setdefault(path, reason)
     _keep_referenced_runs(list(pipeline_by_run), reasons_to_keep)
     return [
-        RetentionDecision(path, pipeline, age_by_run[path], _compute_total_bytes(path), reasons_to_keep.get(path, ""))
+        RetentionDecision(
+            path, pipeline, age_seconds_by_run[path], _compute_total_bytes(path), reasons_to_keep.get(path, "")
+        )
         for path, pipeline in pipeline_by_run.items()
     ]
 
@@ -83,7 +85,7 @@ def remove_runs(output_dir: Path, decisions: Iterable[RetentionDecision]) -> Ite
         if decision.reason_to_keep:
             continue
         with FileLock(decision.path / "locks" / ".run") as lock:
-            if not lock.try_acquire() or _may_be_running(decision.path, is_run_lock_held=True):
+            if not lock.try_acquire() or _may_run_be_active(decision.path, is_run_lock_held=True):
                 continue
             os.rename(decision.path, trash_folder / f"{decision.path.name}.{os.getpid()}")
         removed_run_ids.append(decision.path.name)
@@ -116,7 +118,7 @@ def _find_last_activity_time(run_path: Path) -> float:
     return max([start_info.started if start_info else 0.0, *activity_times]) or run_path.stat().st_mtime
 
 
-def _may_be_running(run_path: Path, *, is_run_lock_held: bool = False) -> bool:
+def _may_run_be_active(run_path: Path, *, is_run_lock_held: bool = False) -> bool:
     """Return True if a process on this machine holds the lock of the run or of a stage, if a process on another machine
     may run a stage, or if a Python flow executes the run. `is_run_lock_held`: the caller holds the lock of the run."""
     if is_flow_running(run_path):
@@ -160,25 +162,25 @@ def find_publication_targets(run_paths: list[Path]) -> dict[str, list[Path]]:
     runs_by_target: dict[str, list[Path]] = {}
     for path in run_paths:
         for stage_table in (each for each in read_pipeline(path).get("stages", ()) if isinstance(each, dict)):
-            target_address, stage_name = stage_table.get("target"), str(stage_table.get("name"))
+            target_url, stage_name = stage_table.get("target"), str(stage_table.get("name"))
             result, stage_folders = read_result(path / "stages" / stage_name), list_attempt_folders(path, stage_name)
             has_published_model = result is not None and "published" in result["info"]
             has_published_model |= any((folder / PUBLICATION_FILE).is_file() for folder in stage_folders)
-            if isinstance(target_address, str) and target_address and has_published_model:
-                runs_by_target.setdefault(target_address, []).append(path)
+            if isinstance(target_url, str) and target_url and has_published_model:
+                runs_by_target.setdefault(target_url, []).append(path)
     return runs_by_target
 
 
-def _read_published_records(target_address: str) -> list[dict[str, Any]]:
+def _read_published_records(target_url: str) -> list[dict[str, Any]]:
     """Return the records of the published version of a target and of the version to which a rollback would return.
     Raise UploadError if the target has no published version although runs have published to it: its disk may not be
     mounted, or this shell may lack the credentials."""
-    publication_target: Any = open_target(target_address)
+    publication_target: Any = open_target(target_url)
     if (current_record := publication_target.published()) is None:
         raise UploadError("it has no published version; mount its disk, or set its credentials")
     published_records = [current_record]
-    keeps_history = hasattr(publication_target, "history") and hasattr(publication_target, "record_of")
-    if keeps_history and len(version_names := publication_target.history()) > 1:
+    has_version_history = hasattr(publication_target, "history") and hasattr(publication_target, "record_of")
+    if has_version_history and len(version_names := publication_target.history()) > 1:
         with suppress(CosmosError):
             published_records.append(publication_target.record_of(version_names[-2]))
     return published_records
@@ -195,19 +197,19 @@ def _keep_referenced_runs(run_paths: list[Path], reasons_to_keep: dict[Path, str
         for path in [path for path in run_paths if path not in reasons_to_keep]:
             path_prefixes = {f"{path}/", f"{path.resolve()}/"}
             # Search also for the path with JSON's escape sequences, because manifests are JSON files.
-            searched_prefixes = path_prefixes | {json.dumps(prefix)[1:-1] for prefix in path_prefixes}
-            if any(escaped_prefix in run_settings_text for escaped_prefix in searched_prefixes):
+            searched_path_prefixes = path_prefixes | {json.dumps(prefix)[1:-1] for prefix in path_prefixes}
+            if any(escaped_prefix in run_settings_text for escaped_prefix in searched_path_prefixes):
                 reasons_to_keep[path] = f"run {kept_run_path.name} refers to it"
                 unvisited_run_paths.append(path)
 
 
 def _remove_run_records(output_dir: Path, removed_run_ids: set[str]) -> None:
-    run_id_readers: dict[str, Callable[[Path], Any]] = {
+    run_id_reader_by_pattern: dict[str, Callable[[Path], Any]] = {
         "fingerprints/*/*.json": lambda file: str(read_json_object(file).get("stage", "")).partition("/")[0],
         "flow_runs/*": lambda file: file.read_text(encoding="utf-8", errors="replace"),
         "retraining/*/*.json": lambda file: read_json_object(file).get("run_id"),
     }
-    for pattern, read_run_id in run_id_readers.items():
+    for pattern, read_run_id in run_id_reader_by_pattern.items():
         for file in filter(Path.is_file, (output_dir / SHARED_FOLDER).glob(pattern)):
             if read_run_id(file) in removed_run_ids:
                 file.unlink(missing_ok=True)

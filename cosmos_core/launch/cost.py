@@ -96,21 +96,21 @@ def render_cost_table(pipeline: Pipeline, stage_costs: Sequence[StageCost], mach
 
     def make_cells(gpus: str, seconds: float | None, gpu_hours: float | None, *, is_minimum: bool = False) -> list[str]:
         minimum_prefix = "> " if is_minimum else ""
-        cell_texts = [gpus, "?" if seconds is None else minimum_prefix + formatting.format_duration(seconds)]
-        cell_texts.append("?" if gpu_hours is None else f"{minimum_prefix}{gpu_hours:,.2f}")
+        cost_cells = [gpus, "?" if seconds is None else minimum_prefix + formatting.format_duration(seconds)]
+        cost_cells.append("?" if gpu_hours is None else f"{minimum_prefix}{gpu_hours:,.2f}")
         if hourly_price is not None:
-            cell_texts.append("?" if gpu_hours is None else f"{minimum_prefix}{gpu_hours * hourly_price:,.2f}")
-        return cell_texts
+            cost_cells.append("?" if gpu_hours is None else f"{minimum_prefix}{gpu_hours * hourly_price:,.2f}")
+        return cost_cells
 
     for cost in stage_costs:
-        cells = make_cells(str(cost.num_gpus), cost.seconds, cost.gpu_hours)
+        row_cells = make_cells(str(cost.num_gpus), cost.seconds, cost.gpu_hours)
         disk_text = "" if cost.disk_bytes is None else formatting.format_bytes(cost.disk_bytes)
-        table.add_row(cost.name, *cells, disk_text, cost.memory_fit, cost.time_source)
+        table.add_row(cost.name, *row_cells, disk_text, cost.memory_fit, cost.time_source)
     is_minimum = any(cost.seconds is None for cost in stage_costs)
     gpu_hours = sum(cost.gpu_hours or 0.0 for cost in stage_costs)
     table.add_section()
-    cells = make_cells("", estimate_wall_seconds(pipeline, stage_costs), gpu_hours, is_minimum=is_minimum)
-    table.add_row("all", *cells, formatting.format_bytes(sum(cost.disk_bytes or 0 for cost in stage_costs)), "", "")
+    row_cells = make_cells("", estimate_wall_seconds(pipeline, stage_costs), gpu_hours, is_minimum=is_minimum)
+    table.add_row("all", *row_cells, formatting.format_bytes(sum(cost.disk_bytes or 0 for cost in stage_costs)), "", "")
     if machine_spec is not None and machine_spec.name and not machine_spec.gpu_type:
         table.caption = f"counted for {machine_spec.name}; for another: --on h100"
     return table
@@ -126,9 +126,9 @@ def estimate_wall_seconds(pipeline: Pipeline, stage_costs: Sequence[StageCost]) 
         start_time = max((end_time_by_stage[name] for name in stage.after), default=0.0)
         select_stage = pipeline.find_branch_selector(stage.name)
         branch_sweep = select_stage.sweep if select_stage is not None else None
-        max_parallel = branch_sweep.max_parallel if branch_sweep is not None else None
-        if select_stage is not None and (max_parallel or not stage.work_pool):
-            slot_free_times = slot_free_times_by_sweep.setdefault(select_stage.name, [0.0] * (max_parallel or 1))
+        max_branches = branch_sweep.max_parallel if branch_sweep is not None else None
+        if select_stage is not None and (max_branches or not stage.work_pool):
+            slot_free_times = slot_free_times_by_sweep.setdefault(select_stage.name, [0.0] * (max_branches or 1))
             start_time = max(start_time, heapq.heappop(slot_free_times))
             heapq.heappush(slot_free_times, start_time + seconds_by_stage[stage.name])
         end_time_by_stage[stage.name] = start_time + seconds_by_stage[stage.name]
@@ -153,14 +153,14 @@ def _estimate_from_history(
     stage, and a description of that run. A training counts only if it completed a step, on GPUs of the type `gpu_type`
     (empty: any type). Return None if no earlier run counts."""
     for run in earlier_runs:
-        matching_records = (each for each in run.stages if each.name == stage.name and each.kind.name == stage.kind)
-        if (stage_record := next(matching_records, None)) is None or not stage_record.seconds:
+        same_stage_records = (each for each in run.stages if each.name == stage.name and each.kind.name == stage.kind)
+        if (stage_record := next(same_stage_records, None)) is None or not stage_record.seconds:
             continue
         if gpu_type and stage_record.kind.trains_model and not _has_used_gpu_type(stage_record, gpu_type):
             continue
         if pace_estimate := _estimate_from_pace(stage_record, num_steps):
-            seconds, pace_text = pace_estimate
-            return seconds, f"run {run.path.name}: {pace_text}"
+            seconds, pace_description = pace_estimate
+            return seconds, f"run {run.path.name}: {pace_description}"
         if stage_record.status == "done":
             return stage_record.seconds, f"run {run.path.name}"
     return None
@@ -179,13 +179,13 @@ def _estimate_from_pace(stage_record: StageRecord, num_steps: int | None) -> tup
     step_times_after_first = step_times[1:] or step_times  # leave out the first step, which includes compilation
     seconds_per_step = sum(step_times_after_first) / len(step_times_after_first)
     # Each attempt also loads the model, compiles, saves checkpoints and exports.
-    extra_seconds = max(0.0, (stage_record.seconds or 0.0) - sum(validation_times) - seconds_per_step * len(step_times))
-    extra_seconds /= max(1, len(stage_record.state.spans))
+    fixed_seconds = max(0.0, (stage_record.seconds or 0.0) - sum(validation_times) - seconds_per_step * len(step_times))
+    fixed_seconds /= max(1, len(stage_record.state.spans))
     num_steps = num_steps or stage_record.step_and_total[1] or len(step_times)
     num_validations = -(-len(validation_times) * num_steps // len(step_times))
     seconds_per_validation = sum(validation_times) / max(1, len(validation_times))
-    seconds = extra_seconds + num_steps * seconds_per_step + num_validations * seconds_per_validation
-    return seconds, f"{seconds_per_step:.3g} s per step, {formatting.format_duration(extra_seconds)} beside them"
+    seconds = fixed_seconds + num_steps * seconds_per_step + num_validations * seconds_per_validation
+    return seconds, f"{seconds_per_step:.3g} s per step, {formatting.format_duration(fixed_seconds)} beside them"
 
 
 def _has_used_gpu_type(stage_record: StageRecord, gpu_type: str) -> bool:
@@ -215,9 +215,9 @@ def _estimate_from_flops(
     num_ranks = 1 if machine_spec.is_device_shared else max(1, gpu_count_by_stage.get(stage.name, 1) - num_engine_gpus)
     generation_note = ", without generation" if stage_kind.feed == "rollouts" else ""
     seconds = flops_per_token * size_estimate["tokens"] / (machine_spec.tflops * FLOPS_PER_TFLOP * num_ranks)
-    rate_unit = "TFLOP/s" if machine_spec.is_device_shared else "TFLOP/s per GPU"
+    flops_rate_unit = "TFLOP/s" if machine_spec.is_device_shared else "TFLOP/s per GPU"
     machine_text = f" on {machine_spec.name}" if machine_spec.name else ""
-    return seconds, f"never run; counted at {machine_spec.tflops:.3g} {rate_unit}{machine_text}{generation_note}"
+    return seconds, f"never run; counted at {machine_spec.tflops:.3g} {flops_rate_unit}{machine_text}{generation_note}"
 
 
 def _describe_memory_fit(size_estimate: dict[str, Any] | None, machine: MachineSpec | None, rollout_mode: str) -> str:

@@ -60,9 +60,9 @@ def _check_server(prefect_client: Any) -> Iterator[Diagnosis]:
     is_same_version = server_version.split(".")[:2] == __version__.split(".")[:2]
     yield Diagnosis("server", f"Prefect {server_version} there, {__version__} here", is_same_version)
     if "Date" in hello_response.headers:
-        offset_seconds = (datetime.now(UTC) - parsedate_to_datetime(hello_response.headers["Date"])).total_seconds()
-        message = f"this machine is {offset_seconds:+.0f} s from the server"
-        yield Diagnosis("clock", message, abs(offset_seconds) <= _MAX_CLOCK_OFFSET_SECONDS)
+        clock_offset = (datetime.now(UTC) - parsedate_to_datetime(hello_response.headers["Date"])).total_seconds()
+        message = f"this machine is {clock_offset:+.0f} s from the server"
+        yield Diagnosis("clock", message, abs(clock_offset) <= _MAX_CLOCK_OFFSET_SECONDS)
     start_time = time.monotonic()
     prefect_client.read_flow_runs(limit=1)
     query_seconds = time.monotonic() - start_time
@@ -82,20 +82,20 @@ def _check_pools(prefect_client: Any) -> Iterator[Diagnosis]:
         message = message if live_worker_names else f"no live worker, and {pool_usage_note}"
         if pool.is_paused:
             message += "; the pool is paused"
-        is_healthy = bool(live_worker_names or pool.name not in deployed_pool_names) and not pool.is_paused
-        yield Diagnosis(f"pool {pool.name}", message, is_healthy)
+        is_pool_healthy = bool(live_worker_names or pool.name not in deployed_pool_names) and not pool.is_paused
+        yield Diagnosis(f"pool {pool.name}", message, is_pool_healthy)
     for name in sorted(deployed_pool_names - {pool.name for pool in prefect_client.read_work_pools()} - {None}):
         message = "deployments name it, and it is not there; cosmos bootstrap makes it"
         yield Diagnosis(f"pool {name}", message, is_healthy=False)
 
 
 def _check_workers(prefect_client: Any) -> Iterator[Diagnosis]:
-    local_versions, pools_with_reports = worker_report.read_versions(), set[str]()
+    local_package_versions, reporting_pool_names = worker_report.read_versions(), set[str]()
     for report, clock_offset in worker_report.read_recent_reports(prefect_client):
-        pools_with_reports.add(report["pool"])
+        reporting_pool_names.add(report["pool"])
         worker_problems = [
             f"{key} {report[key]} there, {version} here"
-            for key, version in local_versions.items()
+            for key, version in local_package_versions.items()
             if version and report[key] and report[key] != version
         ]
         worker_problems += [f"{folder} of its deployments is missing" for folder in report["missing_folders"]]
@@ -106,7 +106,7 @@ def _check_workers(prefect_client: Any) -> Iterator[Diagnosis]:
         yield Diagnosis(f"worker of {report['pool']} on {report['host']}", message, not worker_problems)
     for pool in prefect_client.read_work_pools():
         has_live_worker = any(map(is_worker_online, prefect_client.read_workers_for_work_pool(pool.name)))
-        if has_live_worker and pool.type == "process" and pool.name not in pools_with_reports:
+        if has_live_worker and pool.type == "process" and pool.name not in reporting_pool_names:
             message = "none was started by cosmos worker: after an outage of the server they stop no cancelled flow run"
             yield Diagnosis(f"workers of {pool.name}", message, is_healthy=False)
 
@@ -133,11 +133,11 @@ def _check_deployment_folders(prefect_client: Any) -> Iterator[Diagnosis]:
         for step in [] if is_user_flow else deployment.pull_steps or []:
             if folder := step.get(worker_report.WORKING_DIRECTORY_STEP, {}).get("directory"):
                 work_pools_by_folder.setdefault(folder, []).append(str(deployment.work_pool_name))
-    folders_text = "; ".join(
+    deployment_folders_text = "; ".join(
         f"{folder} in {', '.join(sorted(set(pools)))}" for folder, pools in work_pools_by_folder.items()
     )
-    folders_text = folders_text or "none is deployed; prefect --no-prompt deploy --all"
-    yield Diagnosis("deployments", folders_text, len(work_pools_by_folder) == 1)
+    deployment_folders_text = deployment_folders_text or "none is deployed; prefect --no-prompt deploy --all"
+    yield Diagnosis("deployments", deployment_folders_text, len(work_pools_by_folder) == 1)
 
 
 def _check_ray() -> Iterator[Diagnosis]:

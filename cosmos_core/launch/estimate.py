@@ -55,23 +55,23 @@ def render_estimate_table(
     stage that has no estimate gets `?` and the reason."""
     table_title = "per GPU in GiB, at the peak of a train step"
     estimate_table = Table("stage", "parameters", "trained", title=table_title, caption_justify="left")
-    memory_columns = ("weights", "gradients", "optimizer", "activations", "peak", "rollout")
-    for column in (*memory_columns, "row length", "steps", "tokens", "GPUs", "nodes"):
+    memory_column_names = ("weights", "gradients", "optimizer", "activations", "peak", "rollout")
+    for column in (*memory_column_names, "row length", "steps", "tokens", "GPUs", "nodes"):
         estimate_table.add_column(column, justify="right")
-    caption_notes = [
+    caption_lines = [
         "weights: with copies in param_dtype, the reference model and the moving average; rollout: weights of the "
         "engine and KV cache"
     ]
     for name, stage_estimate in named_estimates:
         if isinstance(stage_estimate, str):
-            cell_texts, stage_notes = ["?"] * (len(estimate_table.columns) - 3), [stage_estimate]
+            estimate_cells, stage_notes = ["?"] * (len(estimate_table.columns) - 3), [stage_estimate]
         else:
-            cell_texts, stage_notes = _format_estimate_cells(stage_estimate), stage_estimate["notes"]
+            estimate_cells, stage_notes = _format_estimate_cells(stage_estimate), stage_estimate["notes"]
         estimate_table.add_row(
-            name, *cell_texts, str(gpu_count_by_stage[name]), str(-(-gpu_count_by_stage[name] // gpus_per_node))
+            name, *estimate_cells, str(gpu_count_by_stage[name]), str(-(-gpu_count_by_stage[name] // gpus_per_node))
         )
-        caption_notes += [f"{name}: {note}" for note in stage_notes]
-    estimate_table.caption = "\n".join(caption_notes)
+        caption_lines += [f"{name}: {note}" for note in stage_notes]
+    estimate_table.caption = "\n".join(caption_lines)
     return estimate_table
 
 
@@ -120,19 +120,19 @@ def _find_output_path(input_reference: str, output_key: str, decision_by_stage: 
     if (stage_name := referenced_stage(input_reference)) is None:
         return input_reference
     decision = decision_by_stage.get(stage_name)
-    output_name = decision.result["info"].get(output_key) if decision and decision.result else None
-    return str(decision.source / str(output_name)) if decision and decision.source and output_name else ""
+    output_subpath = decision.result["info"].get(output_key) if decision and decision.result else None
+    return str(decision.source / str(output_subpath)) if decision and decision.source and output_subpath else ""
 
 
 def _replace_dataset(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, StageDecision]) -> Recipe:
     """Return a stage's recipe with the data sets and validation settings of the `prepare` stage whose rows it reads."""
     recipe = pipeline.recipes[stage.name]
     prepare_stage = pipeline.stage(referenced_stage(stage.data) or stage.name)
-    prepare_stage, prepare_recipe = download_inputs(pipeline, prepare_stage, pipeline.output_dir, lambda: None)
-    dataset, datasets = prepare_recipe.train.train_policy.dataset, prepare_recipe.train.train_policy.datasets
+    prepare_stage, dataset_recipe = download_inputs(pipeline, prepare_stage, pipeline.output_dir, lambda: None)
+    dataset, datasets = dataset_recipe.train.train_policy.dataset, dataset_recipe.train.train_policy.datasets
     if prepare_stage.name != stage.name and prepare_stage.data:
         data_folder = _find_output_path(prepare_stage.data, "data", decisions)
         dataset, datasets = DatasetConfig(name=data_folder, test_size=dataset.test_size), ()
     recipe = replace_setting(recipe, "train.train_policy.dataset", dataset)
-    recipe = replace_setting(recipe, "validation", prepare_recipe.validation)
+    recipe = replace_setting(recipe, "validation", dataset_recipe.validation)
     return replace_setting(recipe, "train.train_policy.datasets", datasets)

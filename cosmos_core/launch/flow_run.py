@@ -55,7 +55,7 @@ def reschedule_flow_run(flow_run: FlowRun) -> Iterator[str]:
     from prefect.exceptions import ObjectNotFound
     from prefect.states import Scheduled
 
-    pool_name, has_warned, start_time = flow_run.work_pool_name, False, time.monotonic()
+    pool_name, has_warned_of_delay, start_time = flow_run.work_pool_name, False, time.monotonic()
     run_label, latest_flow_run = f"run {flow_run.parameters['run_id']}", flow_run
     try:
         with get_client(sync_client=True) as prefect_client:
@@ -63,8 +63,8 @@ def reschedule_flow_run(flow_run: FlowRun) -> Iterator[str]:
             yield f"{run_label} has not begun: its flow run {flow_run.name} is scheduled again on work pool {pool_name}"
             for latest_flow_run in _poll_until_ended(prefect_client, flow_run):
                 is_start_overdue = time.monotonic() - start_time > _MAX_SCHEDULED_SECONDS
-                if latest_flow_run.state_type == "SCHEDULED" and is_start_overdue and not has_warned:
-                    has_warned = True
+                if latest_flow_run.state_type == "SCHEDULED" and is_start_overdue and not has_warned_of_delay:
+                    has_warned_of_delay = True
                     yield f"no worker of pool {pool_name} takes it: cosmos worker --pool {pool_name}"
     except httpx.HTTPError as error:
         raise CosmosError(f"{run_label}: the Prefect server does not respond: {error}") from error
@@ -78,8 +78,8 @@ def reschedule_flow_run(flow_run: FlowRun) -> Iterator[str]:
 def _poll_until_ended(prefect_client: SyncPrefectClient, flow_run: FlowRun) -> Iterator[FlowRun]:
     """Read a flow run from the server each second and yield what was read, until the flow run has ended; tolerate a
     restart of the server."""
-    last_response_time, has_ended = time.monotonic(), False
-    while not has_ended:
+    last_response_time, has_flow_run_ended = time.monotonic(), False
+    while not has_flow_run_ended:
         time.sleep(_POLL_SECONDS)
         try:
             polled_flow_run = prefect_client.read_flow_run(flow_run.id)
@@ -88,5 +88,5 @@ def _poll_until_ended(prefect_client: SyncPrefectClient, flow_run: FlowRun) -> I
                 raise
             continue
         last_response_time = time.monotonic()
-        has_ended = polled_flow_run.state is not None and polled_flow_run.state.is_final()
+        has_flow_run_ended = polled_flow_run.state is not None and polled_flow_run.state.is_final()
         yield polled_flow_run

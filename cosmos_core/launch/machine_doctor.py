@@ -40,32 +40,32 @@ def check_machine(output_dir: Path) -> Iterator[Diagnosis]:
     remedy = "" if soft_limit >= _MIN_OPEN_FILES else f"; raise it with ulimit -n {hard_limit}"
     yield Diagnosis("open files", f"{soft_limit} per process{remedy}", soft_limit >= _MIN_OPEN_FILES)
     yield _check_loopback()
-    existing_folder = next(folder for folder in (output_dir, *output_dir.parents) if folder.exists())
-    yield check_file_locks(existing_folder)
+    existing_ancestor = next(folder for folder in (output_dir, *output_dir.parents) if folder.exists())
+    yield check_file_locks(existing_ancestor)
     yield check_file_locks(Path(tempfile.gettempdir()), "TMPDIR")
-    free_bytes = shutil.disk_usage(existing_folder).free
+    free_bytes = shutil.disk_usage(existing_ancestor).free
     has_enough_space = free_bytes >= _MIN_DISK_BYTES
     remedy = "" if has_enough_space else "; remove old runs with cosmos clean, or set pipeline.output_dir"
-    yield Diagnosis("disk", f"{free_bytes / 2**30:.0f} GiB are free in {existing_folder}{remedy}", has_enough_space)
+    yield Diagnosis("disk", f"{free_bytes / 2**30:.0f} GiB are free in {existing_ancestor}{remedy}", has_enough_space)
 
 
 def check_packages(requirements: Iterable[str]) -> Iterator[Diagnosis]:
     """Compare installed packages with requirements (PEP 508); a missing package of an extra is no error."""
-    package_problems, num_fitting_packages = [], 0
+    package_problems, num_compatible_packages = [], 0
     for requirement in map(Requirement, requirements):
-        is_optional = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
+        is_optional_package = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
         name, version_specifier = requirement.name, requirement.specifier
         install_command = f"pip install '{name}{version_specifier}'"
         try:
             installed_version = version(name)
         except PackageNotFoundError:
-            if not is_optional:
+            if not is_optional_package:
                 package_problems.append(f"{name} is missing: {install_command}")
             continue
-        num_fitting_packages += 1
+        num_compatible_packages += 1
         if not version_specifier.contains(installed_version, prereleases=True):
             package_problems.append(f"{name} {installed_version} is outside of {version_specifier}: {install_command}")
-    message = "; ".join(dict.fromkeys(package_problems)) or f"{num_fitting_packages} fit their requirements"
+    message = "; ".join(dict.fromkeys(package_problems)) or f"{num_compatible_packages} fit their requirements"
     yield Diagnosis("packages", message, not package_problems)
 
 
@@ -75,13 +75,13 @@ def check_gpus(machine_properties: MachineProperties, torch_cuda_info: str) -> I
     if not machine_properties.gpus:
         yield Diagnosis("GPU", "no NVIDIA GPU is visible: stages run on the CPU")
         return
-    gpu_text = f"{len(machine_properties.gpus)} visible: {machine_properties.device}"
-    yield Diagnosis("GPU", f"{gpu_text}; driver {_read_driver_version()}")
+    visible_gpus_text = f"{len(machine_properties.gpus)} visible: {machine_properties.device}"
+    yield Diagnosis("GPU", f"{visible_gpus_text}; driver {_read_driver_version()}")
     if not torch_cuda_info:
         yield Diagnosis("torch", "it cannot be imported; install it again", is_healthy=False)
         return
-    *cuda_versions, gpu_availability, torch_version = torch_cuda_info.split()
-    if gpu_availability == "True":
+    *cuda_versions, cuda_availability, torch_version = torch_cuda_info.split()
+    if cuda_availability == "True":
         yield Diagnosis("torch", f"{torch_version} for CUDA {cuda_versions[0]} sees the GPUs")
         return
     driver_problem = f"is built for CUDA {cuda_versions[0]}, which the driver is too old for" if cuda_versions else ""

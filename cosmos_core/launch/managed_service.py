@@ -93,15 +93,15 @@ class _ServiceProcess:
         the configuration cannot be loaded, and `StageFailed` if the service ended otherwise or did not load in time."""
         self._url_file.unlink(missing_ok=True)
         self._child = self._start_child()
-        deadline = time.monotonic() + _LOAD_TIMEOUT_SECONDS
+        load_deadline = time.monotonic() + _LOAD_TIMEOUT_SECONDS
         while not self._url_file.is_file():
             check_stop()
             if (exit_code := self._child.poll()) is not None:
                 error_class = RewardError if exit_code == EXIT_USAGE else StageFailed
                 raise error_class(f"the reward service of {self._config_path} ended: {self._read_last_log_line()}")
-            if time.monotonic() > deadline:
-                load_problem = f"did not load in {_LOAD_TIMEOUT_SECONDS:g} s; see {self._log_path}"
-                raise StageFailed(f"the reward service of {self._config_path} {load_problem}")
+            if time.monotonic() > load_deadline:
+                load_failure_text = f"did not load in {_LOAD_TIMEOUT_SECONDS:g} s; see {self._log_path}"
+                raise StageFailed(f"the reward service of {self._config_path} {load_failure_text}")
             time.sleep(_POLL_SECONDS)
         service_url = self._url_file.read_text(encoding="utf-8")
         self._port = service_url.rpartition(":")[2]
@@ -144,6 +144,6 @@ class _ServiceProcess:
         return SupervisedProcess(command, log_path=self._log_path, grace_seconds=1.0, environment=added_environment)
 
     def _read_last_log_line(self) -> str:
-        has_log = self._log_path.is_file()
-        log_text = self._log_path.read_text(encoding="utf-8", errors="replace").strip() if has_log else ""
+        has_log_file = self._log_path.is_file()
+        log_text = self._log_path.read_text(encoding="utf-8", errors="replace").strip() if has_log_file else ""
         return mask_text(log_text.splitlines()[-1]) if log_text else f"it said nothing; see {self._log_path}"

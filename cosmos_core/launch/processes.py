@@ -88,12 +88,12 @@ def remove_scratch_folder(attempt_id: str) -> None:
 
 def _kill_repeatedly(find_processes: Callable[[], list[psutil.Process]]) -> list[int]:
     killed_pids: set[int] = set()
-    deadline, pause_seconds = time.monotonic() + _KILL_TIMEOUT_SECONDS, 0.02
+    kill_deadline, pause_seconds = time.monotonic() + _KILL_TIMEOUT_SECONDS, 0.02
     while remaining_processes := find_processes():
-        if time.monotonic() > deadline:
+        if time.monotonic() > kill_deadline:
             remaining_pids = sorted(process.pid for process in remaining_processes)
-            message_template = "processes %s did not end within %g s of SIGKILL; they may still hold GPUs and memory"
-            logger.warning(message_template, remaining_pids, _KILL_TIMEOUT_SECONDS)
+            warning_template = "processes %s did not end within %g s of SIGKILL; they may still hold GPUs and memory"
+            logger.warning(warning_template, remaining_pids, _KILL_TIMEOUT_SECONDS)
             break
         for process in remaining_processes:
             killed_pids.add(process.pid)

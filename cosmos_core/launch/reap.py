@@ -112,8 +112,10 @@ def _stop_flow_process(run_path: Path, flow_run_name: str) -> Iterator[str]:
 
 
 def _find_newest_flow_run(output_dir: Path, run_id: str) -> UUID | None:
-    run_files = [file for file in flow_runs_folder(output_dir).glob("*") if file.read_text(encoding="utf-8") == run_id]
-    newest_flow_run_file = max(run_files, key=lambda file: file.stat().st_mtime, default=None)
+    flow_run_files = [
+        file for file in flow_runs_folder(output_dir).glob("*") if file.read_text(encoding="utf-8") == run_id
+    ]
+    newest_flow_run_file = max(flow_run_files, key=lambda file: file.stat().st_mtime, default=None)
     with suppress(ValueError):
         return UUID(newest_flow_run_file.name) if newest_flow_run_file else None
     return None

@@ -28,12 +28,12 @@ from cosmos_core.run.lock import FileLock
 
 logger = logging.getLogger(__name__)
 
-_GRACE_SECONDS = 3.0
-_START_TIMEOUT_SECONDS = 90.0
+_SERVER_GRACE_SECONDS = 3.0
+_SERVER_START_TIMEOUT_SECONDS = 90.0
 _MAX_SERVER_STARTS = 3  # maximum number of starts of a server that ends before it responds
 _RESPONSE_TIMEOUT_SECONDS = 10.0
 _BUSY_TIMEOUT_SECONDS = 60.0
-_CHECK_INTERVAL_SECONDS = 0.5
+_SERVER_CHECK_INTERVAL_SECONDS = 0.5
 _MAX_RESTART_INTERVAL_SECONDS = 30.0
 _DISK_CHECK_INTERVAL_SECONDS = 10.0
 # Services of Prefect that this server does not start: it has no schedules, and its history of events has no readers.
@@ -80,8 +80,8 @@ def _wait_for_server(api_url: str) -> None:
             root_cause = getattr(error, "reason", error)
             if isinstance(root_cause, ssl.SSLError):
                 return  # the server responds; Prefect verifies its certificate later, with other settings
-            max_seconds = _BUSY_TIMEOUT_SECONDS if isinstance(root_cause, TimeoutError) else _RESPONSE_TIMEOUT_SECONDS
-            if time.monotonic() > start_time + max_seconds or not isinstance(error, OSError):
+            retry_seconds = _BUSY_TIMEOUT_SECONDS if isinstance(root_cause, TimeoutError) else _RESPONSE_TIMEOUT_SECONDS
+            if time.monotonic() > start_time + retry_seconds or not isinstance(error, OSError):
                 raise ConfigError(
                     f"PREFECT_API_URL = {api_url!r}: no server answers there ({error}); "
                     "start it, or unset the variable to run with a server of our own"
@@ -92,10 +92,10 @@ def _wait_for_server(api_url: str) -> None:
 def _claim_prefect_home(folder: Path) -> tuple[Path, FileLock]:
     """Return a `PREFECT_HOME` that no other server uses, and its lock, because SQLite allows one writer. Take the first
     free numbered folder, which is likely to have a database already."""
-    folder_number = 0
+    prefect_home_number = 0
     while True:
-        folder_number += 1
-        prefect_home = folder / f"server-{folder_number}"
+        prefect_home_number += 1
+        prefect_home = folder / f"server-{prefect_home_number}"
         try:
             prefect_home_lock = FileLock(prefect_home / "lock")
         except PermissionError:
@@ -154,8 +154,8 @@ class _ServerProcess:
         self._database_path = prefect_home.absolute() / ":memory:" / "prefect.db"
         auth_string = f"cosmos:{secrets.token_urlsafe(24)}"
         (prefect_home / "auth").unlink(missing_ok=True)
-        auth_descriptor = os.open(prefect_home / "auth", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(auth_descriptor, "w", encoding="utf-8") as file:
+        auth_file_descriptor = os.open(prefect_home / "auth", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(auth_file_descriptor, "w", encoding="utf-8") as file:
             file.write(auth_string)
         with socket.create_server(("127.0.0.1", 0)) as probe_socket:
             self._port = probe_socket.getsockname()[1]
@@ -183,26 +183,26 @@ class _ServerProcess:
         self._watcher_thread = threading.Thread(target=self._watch_server, name="prefect-server", daemon=True)
 
     def start(self) -> None:
-        database_path, template_path = self._database_path, _locate_empty_database()
+        database_path, empty_database = self._database_path, _locate_empty_database()
         # Replace a damaged database, because the run directory has the same information.
         if database_path.exists() and not _is_database_intact(database_path):
             logger.warning("%s is damaged and is made anew", database_path)
             for file in database_path.parent.glob("prefect.db*"):
                 file.unlink()
-        self._has_created_database = not database_path.exists() and not _copy_database(template_path, database_path)
+        self._has_created_database = not database_path.exists() and not _copy_database(empty_database, database_path)
         self._start_child()
 
     def wait_until_ready(self) -> None:
         server_child = self._child
         assert server_child is not None
-        deadline, num_starts = time.monotonic() + _START_TIMEOUT_SECONDS, 1
+        deadline, num_starts = time.monotonic() + _SERVER_START_TIMEOUT_SECONDS, 1
         # Check first whether the server has ended: another process may use the port and respond in its place.
-        while (has_ended := server_child.poll() is not None) or not self._is_responding():
-            if time.monotonic() > deadline or (has_ended and num_starts == _MAX_SERVER_STARTS):
+        while (has_child_ended := server_child.poll() is not None) or not self._is_responding():
+            if time.monotonic() > deadline or (has_child_ended and num_starts == _MAX_SERVER_STARTS):
                 server_child.kill()
                 start_error = StageFailed(f"the Prefect server did not start; its log: {self._log_path}")
                 raise find_disk_error(self._log_path.parent) or start_error
-            if has_ended:
+            if has_child_ended:
                 num_starts += 1
                 server_child = self._start_child()
             time.sleep(0.1)
@@ -222,15 +222,15 @@ class _ServerProcess:
         server_command += ["--host", "127.0.0.1", "--port", str(self._port)]
         database_url = make_database_url(self._database_path)
         self._child = SupervisedProcess(
-            server_command, log_path=self._log_path, grace_seconds=_GRACE_SECONDS,
+            server_command, log_path=self._log_path, grace_seconds=_SERVER_GRACE_SECONDS,
             environment=self.environment | {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url},
         )  # fmt: skip
         return self._child
 
     def _watch_server(self) -> None:
         """Restart the server if it ends. Warn once if its disk is full: Prefect's clients would retry for minutes."""
-        wait_seconds, next_disk_check_time, is_disk_full = _CHECK_INTERVAL_SECONDS, 0.0, False
-        while not self._close_event.wait(wait_seconds):
+        check_delay_seconds, next_disk_check_time, is_disk_full = _SERVER_CHECK_INTERVAL_SECONDS, 0.0, False
+        while not self._close_event.wait(check_delay_seconds):
             if time.monotonic() >= next_disk_check_time:
                 next_disk_check_time = time.monotonic() + _DISK_CHECK_INTERVAL_SECONDS
                 if (disk_error := find_disk_error(self._log_path.parent)) and not is_disk_full:
@@ -238,11 +238,11 @@ class _ServerProcess:
                 is_disk_full = disk_error is not None
             assert self._child is not None
             if self._child.poll() is None:
-                wait_seconds = _CHECK_INTERVAL_SECONDS
+                check_delay_seconds = _SERVER_CHECK_INTERVAL_SECONDS
             else:  # the server has ended: restart it, with exponential backoff
                 with suppress(OSError):  # try again: a full disk or a process limit may be transient
                     self._start_child()
-                wait_seconds = min(2 * wait_seconds, _MAX_RESTART_INTERVAL_SECONDS)
+                check_delay_seconds = min(2 * check_delay_seconds, _MAX_RESTART_INTERVAL_SECONDS)
 
     def _is_responding(self) -> bool:
         try:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 HEALTH_FILE = "reward_service.json"
 ENQUEUE_URL_VARIABLE, FETCH_URL_VARIABLE = "REMOTE_REWARD_ENQUEUE_URL", "REMOTE_REWARD_FETCH_URL"
 TOKEN_VARIABLE = "REMOTE_REWARD_TOKEN"
-_TIMEOUT_SECONDS = 2.0
+_RESPONSE_TIMEOUT_SECONDS = 2.0
 _ENQUEUE_PATH = "/api/reward/enqueue"
 _REWARD_METRIC_PATTERN = re.compile(r'^reward_(\w+?)(?:_total)?\{reward="([^"]+)"\} (\S+)$', re.M)
 _RESPONSE_METRIC_PATTERN = re.compile(r'^reward_responses_total\{path="([^"]+)",status="(\d+)"\} (\S+)$', re.M)
@@ -50,10 +50,12 @@ def _fetch_health(url: str, token: str) -> dict[str, Any]:
     health: dict[str, Any] = {"url": url, "status": "does not respond", "rewards": {}, "refused": {}}
     try:
         tls_verify = make_tls_verify()
-        response = httpx.get(f"{url}/health", timeout=_TIMEOUT_SECONDS, verify=tls_verify)
+        response = httpx.get(f"{url}/health", timeout=_RESPONSE_TIMEOUT_SECONDS, verify=tls_verify)
         report = response.json() if response.headers.get("Content-Type", "").startswith("application/json") else {}
         health["status"] = str(report.get("status") or "tells nothing") if isinstance(report, dict) else "tells nothing"
-        metrics_response = httpx.get(f"{url}/metrics", headers=auth_header, timeout=_TIMEOUT_SECONDS, verify=tls_verify)
+        metrics_response = httpx.get(
+            f"{url}/metrics", headers=auth_header, timeout=_RESPONSE_TIMEOUT_SECONDS, verify=tls_verify
+        )
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, ConfigError):
         return health
     if metrics_response.status_code == 200:

@@ -135,10 +135,10 @@ def run_attempt(settings: AttemptSettings) -> Result:
     for stale_file in ("error.json", "progress.json"):
         (stage_path / stale_file).unlink(missing_ok=True)
     mask_log_of_killed_launcher(stage_path, settings.secret_vars)
-    previous_state = read_state(stage_path)
-    attempt_number = previous_state.attempt + 1
+    previous_stage_state = read_state(stage_path)
+    attempt_number = previous_stage_state.attempt + 1
     log_path = _locate_log(stage_path, attempt_number)
-    get_grace_seconds = partial(max_grace_seconds, stage_path, settings.grace_seconds)
+    get_grace_seconds = partial(compute_grace_seconds, stage_path, settings.grace_seconds)
     python_command = [settings.python_path] if settings.python_path else make_python_command()
     command = [*python_command, "-m", "cosmos_core.worker", str(stage_path)]
     child = SupervisedProcess(
@@ -146,7 +146,7 @@ def run_attempt(settings: AttemptSettings) -> Result:
         inherited_environment=settings.inherited_environment, inherited_descriptors=settings.lock_descriptors,
     )  # fmt: skip
     start_time = time.time()
-    earlier_attempts = previous_state.list_attempt_times(start_time)
+    earlier_attempts = previous_stage_state.list_attempt_times(start_time)
     try:
         update_state(
             stage_path, state="running", attempt=attempt_number, pid=child.pid, pid_started=child.start_time,
@@ -168,7 +168,7 @@ def run_attempt(settings: AttemptSettings) -> Result:
     return _read_attempt_result(stage_path, exit_code, kill_reason, log_path)
 
 
-def max_grace_seconds(stage_path: Path, grace_seconds: float) -> float:
+def compute_grace_seconds(stage_path: Path, grace_seconds: float) -> float:
     """Return the seconds between SIGTERM and SIGKILL of a worker: the longest step so far, to
     finish the current step, plus `grace_seconds` for a checkpoint."""
     progress = read_progress(stage_path) or ProgressRecord()
@@ -310,8 +310,8 @@ class _LogForwarder:
         """Pass new lines of the log to `report_line`, and drop those beyond the allowed rate. With `is_last_call`, an
         incomplete last line counts as a line."""
         current_time = time.monotonic()
-        new_line_allowance = self._line_allowance + (current_time - self._last_forward_time) * _MAX_LINES_PER_SECOND
-        self._line_allowance, self._last_forward_time = min(_MAX_LINES_PER_SECOND, new_line_allowance), current_time
+        filled_line_allowance = self._line_allowance + (current_time - self._last_forward_time) * _MAX_LINES_PER_SECOND
+        self._line_allowance, self._last_forward_time = min(_MAX_LINES_PER_SECOND, filled_line_allowance), current_time
         for line in filter(None, self._log_tail.read_lines(is_last_read=is_last_call)):
             if self._line_allowance >= 1:
                 self._line_allowance -= 1

@@ -27,7 +27,7 @@ WORKING_DIRECTORY_STEP = "prefect.deployments.steps.set_working_directory"
 """Step of a deployment that names the folder in which its flow runs start."""
 _REPORT_INTERVAL_SECONDS = 20.0
 _MAX_REPORT_AGE_SECONDS = 300.0
-_ENDED_PROCESS_TIMEOUT_SECONDS, _NO_PROCESS_TIMEOUT_SECONDS, _REMOTE_TIMEOUT_SECONDS = 10.0, 60.0, 600.0
+_ENDED_PROCESS_TIMEOUT_SECONDS, _NO_PROCESS_TIMEOUT_SECONDS, _REMOTE_PROCESS_TIMEOUT_SECONDS = 10.0, 60.0, 600.0
 """Seconds in the state Pending or Cancelling after which a flow run counts as lost: if its process is dead, if it
 has no process, and if its process may be on another host."""
 
@@ -89,19 +89,19 @@ def end_lost_flow_runs(prefect_client: Any, pool_name: str, first_seen_time_by_i
         del first_seen_time_by_id[ended_flow_run_id]
     for flow_run in flow_runs:
         waiting_seconds = time.monotonic() - first_seen_time_by_id.setdefault(flow_run.id, time.monotonic())
-        if waiting_seconds > max_seconds_without_process(flow_run.infrastructure_pid or "", worker_hosts):
+        if waiting_seconds > get_max_pending_seconds(flow_run.infrastructure_pid or "", worker_hosts):
             state_message = f"{flow_run.state_name} for {waiting_seconds:.0f} s: its process is gone"
             final_state: Any = final_state_by_type[flow_run.state_type](message=state_message)
             prefect_client.set_flow_run_state(flow_run.id, final_state, force=True)
 
 
-def max_seconds_without_process(pid: str, worker_hosts: Collection[str]) -> float:
+def get_max_pending_seconds(pid: str, worker_hosts: Collection[str]) -> float:
     """Return how many seconds a flow run may stay in the state Pending or Cancelling. `pid` is the process id
     of the flow run on one of the hosts `worker_hosts`, on which workers run; empty: no process was started."""
     if not pid:
         return _NO_PROCESS_TIMEOUT_SECONDS
     if not pid.isdigit() or set(worker_hosts) != {socket.gethostname()}:
-        return _REMOTE_TIMEOUT_SECONDS
+        return _REMOTE_PROCESS_TIMEOUT_SECONDS
     return math.inf if read_start_time(int(pid)) is not None else _ENDED_PROCESS_TIMEOUT_SECONDS
 
 

@@ -14,8 +14,8 @@ from cosmos_core.run.tail import FileTail
 COMPLETIONS_FOLDER = "completions"
 
 
-def iter_completions(run_path: Path, stage: str, step: int | None, reward_order: str, max_count: int) -> Iterator[str]:
-    """Yield at most `max_count` completions of a train step (None: the newest) as text, grouped by prompt or, if
+def iter_completions(run_path: Path, stage: str, step: int | None, reward_order: str, max_texts: int) -> Iterator[str]:
+    """Yield at most `max_texts` completions of a train step (None: the newest) as text, grouped by prompt or, if
     `reward_order` is `best` or `worst`, sorted by reward. An empty `stage` means the newest training that has logged
     completions or, if there is none, the newest other stage with completions. Raise ConfigError if the stage or the
     step does not exist."""
@@ -28,17 +28,17 @@ def iter_completions(run_path: Path, stage: str, step: int | None, reward_order:
     if not completion_lines:
         raise ConfigError(f"stage {path.name!r} has no completions{'' if step is None else f' of step {step}'} on disk")
     prompt = None
-    for line in completion_lines[:max_count]:
+    for line in completion_lines[:max_texts]:
         if line.get("prompt") != prompt:
             prompt = line.get("prompt")
             yield f"--- {path.name}, step {line['step']}, prompt (reference {line.get('reference', '')!r}):\n{prompt}"
         yield f"--- {_format_scores(line)}:\n{format_completion(line, path)}"
 
 
-def read_newest_completions(stage_path: Path, max_count: int) -> list[dict[str, Any]]:
-    """Return the first `max_count` completions with text from a stage's newest logged step; empty if none exist."""
+def read_newest_completions(stage_path: Path, max_texts: int) -> list[dict[str, Any]]:
+    """Return the first `max_texts` completions with text from a stage's newest logged step; empty if none exist."""
     completion_lines = [line for line in _read_completions(stage_path, None) if not line.get("media")]
-    return [line for line in completion_lines if format_completion(line, stage_path)][:max_count]
+    return [line for line in completion_lines if format_completion(line, stage_path)][:max_texts]
 
 
 def _format_scores(line: dict[str, Any]) -> str:
@@ -65,10 +65,10 @@ def _find_stage_path(run: Path, name: str) -> Path:
     if not matching_stage_paths:
         logging_hint = "only RL and validations of it log completions"
         no_stages_text = f"none, since {logging_hint}; complete prompts with cosmos try {run.name}"
-        names_text, stage_suffix = ", ".join(path.name for path in stage_paths), f" of a stage {name!r}" if name else ""
-        raise ConfigError(f"{run.name}: no completions{stage_suffix}; stages with some: {names_text or no_stages_text}")
-    training_paths = [path for path in matching_stage_paths if (path / COMPLETIONS_FOLDER).is_dir()]
-    return (training_paths or matching_stage_paths)[-1]
+        stage_list, stage_clause = ", ".join(path.name for path in stage_paths), f" of a stage {name!r}" if name else ""
+        raise ConfigError(f"{run.name}: no completions{stage_clause}; stages with some: {stage_list or no_stages_text}")
+    training_stage_paths = [path for path in matching_stage_paths if (path / COMPLETIONS_FOLDER).is_dir()]
+    return (training_stage_paths or matching_stage_paths)[-1]
 
 
 def _list_completion_files(stage_path: Path) -> list[Path]:

@@ -23,12 +23,12 @@ from rich.text import Text
 from cosmos_core.observe.costs import make_cost_card
 from cosmos_core.observe.formatting import (
     find_headline_metric,
+    find_tokens_per_second,
     format_count,
     format_duration,
     format_number,
     select_table_metrics,
-    short_metric_name,
-    tokens_per_second,
+    shorten_metric_name,
 )
 from cosmos_core.observe.record import RunRecord, StageRecord, compute_time_breakdown, read_run, render_loading_code
 from cosmos_core.observe.report_server import report_url
@@ -93,7 +93,7 @@ class ProgressDisplay:
         self._get_time = get_time
         self._lock = threading.RLock()
         self._stage_states = {name: _StageDisplayState() for name in stages}
-        self._name_width = max((len(name) for name in stages), default=0)
+        self._stage_name_width = max((len(name) for name in stages), default=0)
         self._console = Console(file=self._stream, force_terminal=self._is_terminal or None, highlight=False)
         self._live_display: Live | None = None
 
@@ -112,35 +112,38 @@ class ProgressDisplay:
         """Show the state of a stage: in the live table or, without one, in a printed line if it has changed. `progress`
         is the content of its `progress.json`, None if unchanged."""
         with self._lock:
-            view = self._stage_states.setdefault(stage, _StageDisplayState())
-            self._name_width = max(self._name_width, len(stage))
-            has_state_changed, current_time = state != view.state, self._get_time()
+            status = self._stage_states.setdefault(stage, _StageDisplayState())
+            self._stage_name_width = max(self._stage_name_width, len(stage))
+            has_state_changed, current_time = state != status.state, self._get_time()
             if has_state_changed:
-                view.state = state
+                status.state = state
                 if state in ACTIVE_STATES:
-                    view.start_time, view.end_time = current_time if view.start_time is None else view.start_time, None
-                elif view.start_time is not None and view.end_time is None:
-                    view.end_time = current_time
+                    status.start_time = current_time if status.start_time is None else status.start_time
+                    status.end_time = None
+                elif status.start_time is not None and status.end_time is None:
+                    status.end_time = current_time
             if progress is not None:
-                if view.progress is None or view.progress.phase != progress.phase:
-                    view.phase_start_time = current_time
-                view.progress = progress
+                if status.progress is None or status.progress.phase != progress.phase:
+                    status.phase_start_time = current_time
+                status.progress = progress
                 if (metric := find_headline_metric(progress.metrics)) and math.isfinite(metric[1]):
-                    view.headline_values[progress.step] = metric[1]
-                first_progress = view.first_step_progress
+                    status.headline_values[progress.step] = metric[1]
+                first_progress = status.first_step_progress
                 if not first_progress or first_progress.pid != progress.pid or first_progress.step > progress.step:
-                    view.first_step_progress = progress if progress.step else first_progress
-            should_print_progress = _get_progress_key(view) != view.last_printed_progress
-            should_print_progress &= current_time - view.last_print_time >= MIN_LINE_INTERVAL_SECONDS
+                    status.first_step_progress = progress if progress.step else first_progress
+            should_print_progress = _get_progress_key(status) != status.last_printed_progress
+            should_print_progress &= current_time - status.last_print_time >= MIN_LINE_INTERVAL_SECONDS
             if self._live_display is None and (has_state_changed or (state in ACTIVE_STATES and should_print_progress)):
-                view.last_print_time = current_time
-                text = "  ".join(self._format_line_parts(view, has_state_changed=has_state_changed))
-                self._write_line(f"{stage:<{self._name_width}}  {text}".rstrip())
-                view.last_printed_progress = () if has_state_changed else _get_progress_key(view)
-            new_warnings = [] if progress is None else [e for e in progress.warnings if e not in view.printed_warnings]
-            view.printed_warnings.update(new_warnings)
+                status.last_print_time = current_time
+                text = "  ".join(self._format_line_parts(status, has_state_changed=has_state_changed))
+                self._write_line(f"{stage:<{self._stage_name_width}}  {text}".rstrip())
+                status.last_printed_progress = () if has_state_changed else _get_progress_key(status)
+            new_warnings = (
+                [] if progress is None else [e for e in progress.warnings if e not in status.printed_warnings]
+            )
+            status.printed_warnings.update(new_warnings)
         for warning in new_warnings:
-            self.print_message(f"{stage:<{self._name_width}}  warning: {warning}")
+            self.print_message(f"{stage:<{self._stage_name_width}}  warning: {warning}")
 
     def print_message(self, text: str) -> None:
         """Print one line of text; if the live table is shown, print the line above the table."""
@@ -155,33 +158,37 @@ class ProgressDisplay:
         self._stream.write(text + "\n")
         self._stream.flush()
 
-    def _format_line_parts(self, view: _StageDisplayState, *, has_state_changed: bool) -> list[str]:
-        line_parts = [view.state] if has_state_changed else []
-        if view.state in {"waiting", "reused"} or (has_state_changed and view.state in ACTIVE_STATES):
+    def _format_line_parts(self, status: _StageDisplayState, *, has_state_changed: bool) -> list[str]:
+        line_parts = [status.state] if has_state_changed else []
+        if status.state in {"waiting", "reused"} or (has_state_changed and status.state in ACTIVE_STATES):
             return line_parts
-        line_parts += filter(None, (_format_phase(view), *self._format_step_texts(view)))
-        if view.state not in ACTIVE_STATES:
-            seconds = self._get_elapsed_seconds(view)
+        line_parts += filter(None, (_format_phase(status), *self._format_step_texts(status)))
+        if status.state not in ACTIVE_STATES:
+            seconds = self._get_elapsed_seconds(status)
             return line_parts if seconds is None else [*line_parts, format_duration(seconds)]
-        eta_seconds = _estimate_eta_seconds(view)
+        eta_seconds = _estimate_eta_seconds(status)
         return line_parts if eta_seconds is None else [*line_parts, f"eta {format_duration(eta_seconds)}"]
 
-    def _format_step_texts(self, view: _StageDisplayState) -> list[str]:
+    def _format_step_texts(self, status: _StageDisplayState) -> list[str]:
         """Return the texts about steps for the next printed line of a stage: the step with its metrics, unless the last
         printed line of the running stage had the same step, and the compilation time if it has increased."""
-        progress, compile_text = view.progress, ""
+        progress, compile_text = status.progress, ""
         if progress is None:
             return []
-        if progress.phase != "compile" and progress.compile_seconds > view.reported_compile_seconds:
-            view.reported_compile_seconds = progress.compile_seconds
+        if progress.phase != "compile" and progress.compile_seconds > status.reported_compile_seconds:
+            status.reported_compile_seconds = progress.compile_seconds
             compile_text = f"compiled in {format_duration(progress.compile_seconds)}"
-        is_step_already_printed = view.state in ACTIVE_STATES and view.last_printed_progress[2:] == (progress.step,)
-        return [compile_text] if is_step_already_printed else [_format_step(view), *_format_metrics(view), compile_text]
+        is_step_already_printed = status.state in ACTIVE_STATES and status.last_printed_progress[2:] == (progress.step,)
+        return (
+            [compile_text]
+            if is_step_already_printed
+            else [_format_step(status), *_format_metrics(status), compile_text]
+        )
 
-    def _get_elapsed_seconds(self, view: _StageDisplayState) -> float | None:
-        if view.start_time is None:
+    def _get_elapsed_seconds(self, status: _StageDisplayState) -> float | None:
+        if status.start_time is None:
             return None
-        return (self._get_time() if view.end_time is None else view.end_time) - view.start_time
+        return (self._get_time() if status.end_time is None else status.end_time) - status.start_time
 
     def _render_table(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
@@ -190,22 +197,24 @@ class ProgressDisplay:
             # rich makes columns that may wrap narrower first: only metrics are cut if the terminal is narrow.
             table.add_column(justify="right" if column == 3 else "left", no_wrap=column != 4)
         with self._lock:
-            for name, view in self._stage_states.items():
-                style, seconds = STATE_STYLES.get(view.state, ""), self._get_elapsed_seconds(view)
-                phase = _format_phase(view) if view.state == "running" else ""
-                phase += f" {format_duration(self._get_time() - view.phase_start_time)}" if phase == "compile" else ""
-                progress_bar = _make_progress_bar(view, 24 if is_wide_terminal else 10, self._get_time())
-                metric_texts = _format_metrics(view) + (_format_resources(view) if is_wide_terminal else [])
-                eta_seconds = _estimate_eta_seconds(view) if view.state in ACTIVE_STATES else None
-                time_text = format_duration(seconds) if eta_seconds is None else f"eta {format_duration(eta_seconds)}"
+            for name, status in self._stage_states.items():
+                style, seconds = STATE_STYLES.get(status.state, ""), self._get_elapsed_seconds(status)
+                phase = _format_phase(status) if status.state == "running" else ""
+                phase += f" {format_duration(self._get_time() - status.phase_start_time)}" if phase == "compile" else ""
+                progress_bar = _make_progress_bar(status, 24 if is_wide_terminal else 10, self._get_time())
+                metric_texts = _format_metrics(status) + (_format_resources(status) if is_wide_terminal else [])
+                eta_seconds = _estimate_eta_seconds(status) if status.state in ACTIVE_STATES else None
+                clock_text = format_duration(seconds) if eta_seconds is None else f"eta {format_duration(eta_seconds)}"
                 table.add_row(
-                    Text(f"{_STATE_SYMBOLS.get(view.state, ' ')} {name}", style=style),
-                    Text(phase or view.state, style=style),
-                    progress_bar if view.state != "waiting" else "",
-                    _format_step(view).removeprefix("step "),
+                    Text(f"{_STATE_SYMBOLS.get(status.state, ' ')} {name}", style=style),
+                    Text(phase or status.state, style=style),
+                    progress_bar if status.state != "waiting" else "",
+                    _format_step(status).removeprefix("step "),
                     Text("  ".join(metric_texts), no_wrap=True, overflow="ellipsis"),
-                    Text(draw_sparkline(list(view.headline_values.values())) if is_wide_terminal else "", style=style),
-                    Text(time_text if seconds is not None else "", style="dim"),
+                    Text(
+                        draw_sparkline(list(status.headline_values.values())) if is_wide_terminal else "", style=style
+                    ),
+                    Text(clock_text if seconds is not None else "", style="dim"),
                 )
         return table
 
@@ -289,7 +298,7 @@ def _format_state(stage: StageRecord) -> Text:
 def _format_stage_metrics(stage: StageRecord) -> Text:
     metric_texts = [f"{key} {format_number(value)}" for key, value in select_table_metrics(stage.metrics).items()]
     if best_step := stage.best_step:
-        best_metric_text = f"{short_metric_name(best_step.metric)} {format_number(best_step.value)}"
+        best_metric_text = f"{shorten_metric_name(best_step.metric)} {format_number(best_step.value)}"
         metric_texts.append(f"best {best_metric_text} at step {best_step.step}")
     return Text("  ".join(metric_texts))
 
@@ -317,67 +326,67 @@ def _format_step_of_total(step: Any, num_steps: Any) -> str:
     return f"{step}/{num_steps}" if num_steps else str(step)
 
 
-def _format_phase(view: _StageDisplayState) -> str:
-    if view.progress is None or view.state not in ACTIVE_STATES:
+def _format_phase(status: _StageDisplayState) -> str:
+    if status.progress is None or status.state not in ACTIVE_STATES:
         return ""
-    progress = view.progress
+    progress = status.progress
     item_count_text = f" {progress.done}/{progress.count}" if progress.count else ""
     is_phase_hidden = progress.phase in _TRAIN_STEP_PHASES and progress.step and not item_count_text
     return "" if is_phase_hidden else f"{progress.phase}{item_count_text}"
 
 
-def _get_progress_key(view: _StageDisplayState) -> tuple[Any, ...]:
+def _get_progress_key(status: _StageDisplayState) -> tuple[Any, ...]:
     """Return the phase, the number of processed items and the step, by whose change a new line is printed."""
-    if (progress := view.progress) is None:
+    if (progress := status.progress) is None:
         return "", 0, 0
-    return progress.phase if _format_phase(view) else "", progress.done, progress.step
+    return progress.phase if _format_phase(status) else "", progress.done, progress.step
 
 
-def _format_step(view: _StageDisplayState) -> str:
-    step_text = _format_step_of_total(view.progress.step, view.progress.total) if view.progress else ""
+def _format_step(status: _StageDisplayState) -> str:
+    step_text = _format_step_of_total(status.progress.step, status.progress.total) if status.progress else ""
     return f"step {step_text}" if step_text else ""
 
 
-def _format_metrics(view: _StageDisplayState) -> list[str]:
-    metrics = view.progress.metrics if view.progress else {}
-    headline_metric, throughput = find_headline_metric(metrics), tokens_per_second(metrics)
+def _format_metrics(status: _StageDisplayState) -> list[str]:
+    metrics = status.progress.metrics if status.progress else {}
+    headline_metric, throughput = find_headline_metric(metrics), find_tokens_per_second(metrics)
     metric_texts = [f"{headline_metric[0]} {format_number(headline_metric[1])}"] if headline_metric else []
-    if throughput is not None and view.state in ACTIVE_STATES:
+    if throughput is not None and status.state in ACTIVE_STATES:
         metric_texts.append(f"{format_count(throughput)} tok/s")
     return metric_texts
 
 
-def _format_resources(view: _StageDisplayState) -> list[str]:
+def _format_resources(status: _StageDisplayState) -> list[str]:
     """Return texts with the seconds of generation, scoring and training in the newest step, if at least two of them
     were measured, and with the used memory of the GPU or, if it was not measured, of the host."""
-    metrics = view.progress.metrics if view.progress and view.state in ACTIVE_STATES else {}
+    metrics = status.progress.metrics if status.progress and status.state in ACTIVE_STATES else {}
     durations = [(name, metrics[key]) for name in ("generate", "score", "train") if (key := f"time/{name}") in metrics]
-    time_texts = [" ".join(f"{name} {format_duration(value)}" for name, value in durations)] * (len(durations) > 1)
+    duration_texts = [" ".join(f"{name} {format_duration(value)}" for name, value in durations)] * (len(durations) > 1)
     memory_texts = [f"{name} {metrics[key]:.1f} GiB" for name, key in _MEMORY_METRIC_BY_LABEL.items() if key in metrics]
-    return [*time_texts, *memory_texts[:1]]
+    return [*duration_texts, *memory_texts[:1]]
 
 
 def draw_sparkline(values: Sequence[float]) -> str:
     """Return a line of bars whose heights show `values`, scaled to their range; empty for fewer than two values."""
     if len(values) < 2:
         return ""
-    num_bars = min(_SPARKLINE_WIDTH, len(values))
-    values = [values[round(i * (len(values) - 1) / (num_bars - 1))] for i in range(num_bars)]
+    num_sparkline_bars = min(_SPARKLINE_WIDTH, len(values))
+    values = [values[round(i * (len(values) - 1) / (num_sparkline_bars - 1))] for i in range(num_sparkline_bars)]
     lowest, value_range = min(values), max(values) - min(values)
     return "".join(_SPARKLINE_BARS[round((value - lowest) / value_range * 7) if value_range else 0] for value in values)
 
 
-def _make_progress_bar(view: _StageDisplayState, bar_width: int, now: float) -> ProgressBar:
-    step, num_steps = (view.progress.step, view.progress.total) if view.progress else (0, None)
-    if view.state in {"done", "reused"}:
+def _make_progress_bar(status: _StageDisplayState, bar_width: int, now: float) -> ProgressBar:
+    step, num_steps = (status.progress.step, status.progress.total) if status.progress else (0, None)
+    if status.state in {"done", "reused"}:
         return ProgressBar(total=1, completed=1, width=bar_width)
-    is_pulsing, num_done = not num_steps and view.state == "running", step if num_steps else 0
-    return ProgressBar(total=num_steps or 1, completed=num_done, width=bar_width, pulse=is_pulsing, animation_time=now)
+    is_pulsing, bar_step = not num_steps and status.state == "running", step if num_steps else 0
+    return ProgressBar(total=num_steps or 1, completed=bar_step, width=bar_width, pulse=is_pulsing, animation_time=now)
 
 
-def _estimate_eta_seconds(view: _StageDisplayState) -> float | None:
+def _estimate_eta_seconds(status: _StageDisplayState) -> float | None:
     """Return the estimated seconds until a stage's last step, from its time per step so far; None if it is unknown."""
-    progress, first_progress = view.progress, view.first_step_progress
+    progress, first_progress = status.progress, status.first_step_progress
     if not (progress and first_progress and progress.total and first_progress.step < progress.step < progress.total):
         return None
     seconds = progress.heartbeat - first_progress.heartbeat

@@ -46,13 +46,13 @@ class RunCost:
 
     def __str__(self) -> str:
         gpu_hours_text, cost_text = f"{format_number(self.gpu_hours)} GPU hours", self.format_cost(self.gpu_hours)
-        cost_parts = [f"{cost_text} for {gpu_hours_text}" if cost_text else gpu_hours_text]
+        cost_text_parts = [f"{cost_text} for {gpu_hours_text}" if cost_text else gpu_hours_text]
         if self.estimated_gpu_hours is not None:
-            estimate_text = f"{format_number(self.estimated_gpu_hours)} GPU hours"
-            cost_parts.append(f"estimated {self.format_cost(self.estimated_gpu_hours) or estimate_text}")
+            estimated_hours_text = f"{format_number(self.estimated_gpu_hours)} GPU hours"
+            cost_text_parts.append(f"estimated {self.format_cost(self.estimated_gpu_hours) or estimated_hours_text}")
         if self.budget is not None:
-            cost_parts.append(f"budget {format_number(self.budget)}")
-        return ", ".join(cost_parts)
+            cost_text_parts.append(f"budget {format_number(self.budget)}")
+        return ", ".join(cost_text_parts)
 
 
 def compute_run_cost(run_path: Path) -> RunCost:
@@ -82,15 +82,15 @@ def make_cost_table(output_dir: Path, max_runs: int) -> Table:
     table = Table(Column("run", no_wrap=True), "pipeline", "outcome")
     for column in ("GPU hours", "cost", "estimate", "budget"):
         table.add_column(column, justify="right")
-    total_hours, total_cost, are_all_prices_known = 0.0, 0.0, True
+    gpu_hour_sum, total_cost, are_all_prices_known = 0.0, 0.0, True
     for start_info in list_runs(output_dir)[-max_runs:]:
         run, cost = read_run(output_dir / start_info.run_id), compute_run_cost(output_dir / start_info.run_id)
         cost_cells = [format_number(cost.gpu_hours), *map(cost.format_cost, (cost.gpu_hours, cost.estimated_gpu_hours))]
         cost_cells.append(format_number(cost.budget) if cost.budget is not None else "")
         table.add_row(start_info.run_id, run.name, run.outcome, *cost_cells)
-        total_hours, total_cost = total_hours + cost.gpu_hours, total_cost + cost.gpu_hours * (cost.hourly_price or 0)
+        gpu_hour_sum, total_cost = gpu_hour_sum + cost.gpu_hours, total_cost + cost.gpu_hours * (cost.hourly_price or 0)
         are_all_prices_known = are_all_prices_known and (cost.hourly_price is not None or not cost.gpu_hours)
     table.add_section()
     cost_text = f"{'' if are_all_prices_known else '> '}{format_number(total_cost)}"
-    table.add_row("all", "", "", format_number(total_hours), cost_text, "", "")
+    table.add_row("all", "", "", format_number(gpu_hour_sum), cost_text, "", "")
     return table

@@ -96,6 +96,6 @@ def _arrange_column(column: list[_LayoutNode], total_height: float) -> None:
 def _draw_edge(source_node: _LayoutNode, target_node: _LayoutNode) -> str:
     x1, y1 = source_node.left_edge + _BOX_WIDTH, source_node.y + source_node.height / 2
     x2, y2 = target_node.left_edge, target_node.y + target_node.height / 2
-    path_start = f"M{source_node.left_edge:g} {y1:g} H{x1:g}" if source_node.stage is None else f"M{x1:g} {y1:g}"
+    svg_path_start = f"M{source_node.left_edge:g} {y1:g} H{x1:g}" if source_node.stage is None else f"M{x1:g} {y1:g}"
     middle_x = (x1 + x2) / 2
-    return f"{path_start} C{middle_x:g} {y1:g} {middle_x:g} {y2:g} {x2:g} {y2:g}"
+    return f"{svg_path_start} C{middle_x:g} {y1:g} {middle_x:g} {y2:g} {x2:g} {y2:g}"

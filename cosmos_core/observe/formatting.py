@@ -58,8 +58,8 @@ def format_time(unix_time: float | None) -> str:
 
 def format_bytes(num_bytes: int) -> str:
     """Return a number of bytes as text such as `850 B`, `3.2 kB`, `1.4 MB`."""
-    count_text = format_count(num_bytes)
-    return f"{count_text[:-1]} {count_text[-1]}B" if count_text[-1].isalpha() else f"{count_text} B"
+    byte_count_text = format_count(num_bytes)
+    return f"{byte_count_text[:-1]} {byte_count_text[-1]}B" if byte_count_text[-1].isalpha() else f"{byte_count_text} B"
 
 
 def float_or_inf(number: float) -> float:
@@ -97,7 +97,7 @@ def format_count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def metric_family(metric: str) -> str:
+def get_metric_family(metric: str) -> str:
     """Return the name of a metric without prefix and suffix: `loss` for `train/loss`, `reward` for `reward/mean`."""
     for suffix in _METRIC_SUFFIXES:
         metric = metric.removesuffix(suffix)
@@ -107,7 +107,7 @@ def metric_family(metric: str) -> str:
 def judge_change(metric: str, metric_change: float | None) -> str:
     """Return `better` or `worse` for a metric that has changed by `metric_change`; empty if it has not changed, or if
     neither higher nor lower values are preferred."""
-    has_preferred_direction = is_lower_better(metric) or metric_family(metric) in _HEADLINE_METRICS
+    has_preferred_direction = is_lower_better(metric) or get_metric_family(metric) in _HEADLINE_METRICS
     if not metric_change or math.isnan(metric_change) or not has_preferred_direction:
         return ""
     return "better" if (metric_change < 0) == is_lower_better(metric) else "worse"
@@ -117,43 +117,43 @@ def find_headline_metric(metrics: Mapping[str, Any]) -> tuple[str, float] | None
     """Return name and value of the reward or, if it is missing, of the loss or the accuracy; None: all are missing."""
     for name in _HEADLINE_METRICS:
         for key, value in metrics.items():
-            if metric_family(key) == name and isinstance(value, int | float):
+            if get_metric_family(key) == name and isinstance(value, int | float):
                 return name, float_or_inf(value)
     return None
 
 
-def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
+def find_tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
     """Return the number of tokens per second from the metrics of a step; None if it was not measured."""
-    throughputs = (value for key, value in metrics.items() if metric_family(key) == "tokens_per_second")
+    throughputs = (value for key, value in metrics.items() if get_metric_family(key) == "tokens_per_second")
     return next((float_or_inf(value) for value in throughputs if isinstance(value, int | float)), None)
 
 
-def select_key_metrics(metrics: Mapping[str, Any], max_count: int = 4) -> dict[str, float]:
-    """Return at most `max_count` metrics: first those of validation, then reward, loss and accuracy, then others.
+def select_key_metrics(metrics: Mapping[str, Any], max_metrics: int = 4) -> dict[str, float]:
+    """Return at most `max_metrics` metrics: first those of validation, then reward, loss and accuracy, then others.
     Times, throughput and memory are left out."""
-    priorities = {name: priority for priority, name in enumerate(_HEADLINE_METRICS)}
+    metric_ranks = {name: priority for priority, name in enumerate(_HEADLINE_METRICS)}
 
-    def get_priority(name: str) -> int:
-        return -1 if name.startswith("validation/") else priorities.get(metric_family(name), len(priorities))
+    def get_metric_priority(name: str) -> int:
+        return -1 if name.startswith("validation/") else metric_ranks.get(get_metric_family(name), len(metric_ranks))
 
     metric_names = [k for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith(RESOURCE_PREFIXES)]
-    return {key: metrics[key] for key in sorted(metric_names, key=get_priority)[:max_count]}
+    return {key: metrics[key] for key in sorted(metric_names, key=get_metric_priority)[:max_metrics]}
 
 
-def short_metric_name(metric: str) -> str:
+def shorten_metric_name(metric: str) -> str:
     """Return the short name of a metric for tables: `loss` for training, `held-out loss` for validation."""
-    name = _TABLE_METRIC_NAMES.get(metric_family(metric), metric_family(metric))
+    name = _TABLE_METRIC_NAMES.get(get_metric_family(metric), get_metric_family(metric))
     return f"held-out {name}" if metric.startswith("validation/") and name in _TRAINING_AND_VALIDATION_METRICS else name
 
 
 def select_table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the accuracy, the reward, the loss and the 95th percentile of the log-prob difference by short name; if
     `metrics` has none of them, return the first three metrics."""
-    sorted_metrics = select_key_metrics(metrics, max_count=len(metrics))
-    shown_metrics: dict[str, float] = {}
+    sorted_metrics = select_key_metrics(metrics, max_metrics=len(metrics))
+    table_metrics: dict[str, float] = {}
     for name in _TABLE_METRIC_NAMES:
         for key, value in sorted_metrics.items():
-            if metric_family(key) == name:
-                shown_metrics.setdefault(short_metric_name(key), value)
-    other_metrics = [each for each in sorted_metrics.items() if not each[0].endswith(STANDARD_ERROR_SUFFIX)][:3]
-    return shown_metrics or {(key.partition("/")[2] or key).replace("_", " "): value for key, value in other_metrics}
+            if get_metric_family(key) == name:
+                table_metrics.setdefault(shorten_metric_name(key), value)
+    fallback_metrics = [each for each in sorted_metrics.items() if not each[0].endswith(STANDARD_ERROR_SUFFIX)][:3]
+    return table_metrics or {(key.partition("/")[2] or key).replace("_", " "): value for key, value in fallback_metrics}

@@ -23,7 +23,7 @@ SAMPLES_FOLDER = "visual_output"
 GRID_FILE = "grid.png"
 VIDEO_SUFFIX = ".mp4"
 _FRAMES_PER_SECOND = 16  # frame rate of SANA-Video and Cosmos-Predict2.5, which reward functions assume
-MAX_PROMPTS, _MAX_SAMPLES_PER_PROMPT = 12, 8
+MAX_SAVED_PROMPTS, _MAX_SAMPLES_PER_PROMPT = 12, 8
 _MIN_CELL_SIZE = 96  # minimum width in pixels of an image in the grid of samples
 _MAX_CELL_SIZE = 256
 _LINE_HEIGHT, _CELL_MARGIN, _TEXT_COLOR, _BACKGROUND_COLOR = 12, 4, (40, 40, 48), (255, 255, 255)
@@ -62,11 +62,11 @@ def get_step_folder(stage_path: Path, step: int) -> Path:
 
 
 def save_step_samples(stage_path: Path, step: int, sample_rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
-    """Write generated samples, at most 8 for each of `MAX_PROMPTS` prompts, and their grid to the folder of a train
-    step; return the paths of the samples of each prompt, relative to the stage."""
+    """Write generated samples, at most 8 for each of `MAX_SAVED_PROMPTS` prompts, and their grid to the folder of a
+    train step; return the paths of the samples of each prompt, relative to the stage."""
     step_folder = get_step_folder(stage_path, step)
-    file_names = save_samples(step_folder, [row[:_MAX_SAMPLES_PER_PROMPT] for row in sample_rows[:MAX_PROMPTS]])
-    return [[str((step_folder / name).relative_to(stage_path)) for name in row] for row in file_names]
+    sample_files = save_samples(step_folder, [row[:_MAX_SAMPLES_PER_PROMPT] for row in sample_rows[:MAX_SAVED_PROMPTS]])
+    return [[str((step_folder / name).relative_to(stage_path)) for name in row] for row in sample_files]
 
 
 def save_samples(target_folder: Path, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
@@ -74,9 +74,9 @@ def save_samples(target_folder: Path, rows: Sequence[Sequence[GeneratedSample]])
     from PIL import Image
 
     with replace_folder(target_folder) as folder:
-        file_names = [[_write_sample(folder, f"{p}-{k}", x) for k, x in enumerate(row)] for p, row in enumerate(rows)]
+        sample_files = [[_write_sample(folder, f"{p}-{k}", x) for k, x in enumerate(row)] for p, row in enumerate(rows)]
         Image.fromarray(draw_grid(rows)).save(folder / GRID_FILE)
-    return file_names
+    return sample_files
 
 
 def collect_samples(
@@ -100,7 +100,7 @@ def draw_grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
     """Return one image of all samples, a row per prompt, the prompt above its row, each reward below its sample."""
     from PIL import Image, ImageDraw
 
-    height, width = _cell_size([sample.middle_frame.shape for row in rows for sample in row])
+    height, width = _compute_cell_size([sample.middle_frame.shape for row in rows for sample in row])
     column_width, row_height = width + _CELL_MARGIN, height + 2 * _LINE_HEIGHT + 2 * _CELL_MARGIN
     canvas_size = (_CELL_MARGIN + max(map(len, rows)) * column_width, _CELL_MARGIN + len(rows) * row_height)
     grid_image = Image.new("RGB", canvas_size, _BACKGROUND_COLOR)
@@ -109,9 +109,9 @@ def draw_grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
         row_top_y = _CELL_MARGIN + prompt_index * row_height
         image_draw.text((_CELL_MARGIN, row_top_y), _truncate_text(row[0].prompt, grid_image.width), fill=_TEXT_COLOR)
         for sample_index, sample in enumerate(row):
-            x_offset = _CELL_MARGIN + sample_index * column_width
-            grid_image.paste(_resize_pixels(sample.middle_frame, height, width), (x_offset, row_top_y + _LINE_HEIGHT))
-            caption_position = (x_offset, row_top_y + _LINE_HEIGHT + height)
+            cell_left = _CELL_MARGIN + sample_index * column_width
+            grid_image.paste(_resize_pixels(sample.middle_frame, height, width), (cell_left, row_top_y + _LINE_HEIGHT))
+            caption_position = (cell_left, row_top_y + _LINE_HEIGHT + height)
             image_draw.text(caption_position, _truncate_text(sample.caption, width), fill=_TEXT_COLOR)
     return np.asarray(grid_image)
 
@@ -126,7 +126,9 @@ def encode_media_file(media_path: Path) -> str:
             return "" if len(video_bytes) > _MAX_EMBEDDED_BYTES else make_data_uri("video/mp4", video_bytes)
         with Image.open(media_path) as image:
             png_buffer = io.BytesIO()
-            _resize_pixels(np.asarray(image.convert("RGB")), *_cell_size([image.size[::-1]])).save(png_buffer, "PNG")
+            _resize_pixels(np.asarray(image.convert("RGB")), *_compute_cell_size([image.size[::-1]])).save(
+                png_buffer, "PNG"
+            )
             return make_data_uri("image/png", png_buffer.getvalue())
     except OSError:
         return ""
@@ -156,7 +158,7 @@ def _write_video(path: Path, frames: np.ndarray) -> None:
         container.mux(encoder_stream.encode())
 
 
-def _cell_size(image_shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
+def _compute_cell_size(image_shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Return height and width in pixels that each image gets in the grid of samples: small images are enlarged by an
     integer factor, large images are shrunk."""
     height, width = max(shape[0] for shape in image_shapes), max(shape[1] for shape in image_shapes)

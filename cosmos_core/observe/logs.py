@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from cosmos_core.environment import mask_text
-from cosmos_core.observe.formatting import format_count, format_number, select_key_metrics, tokens_per_second
+from cosmos_core.observe.formatting import find_tokens_per_second, format_count, format_number, select_key_metrics
 
 if TYPE_CHECKING:
     from cosmos_core.run.progress import ProgressWriter
@@ -96,7 +96,7 @@ class StepLogger:
         step_line, self._unlogged_line, self._last_log_time = self._unlogged_line, {}, time.monotonic()
         metrics = {key: value for key, value in step_line.items() if key not in {"step", "time"}}
         metric_texts = [f"{key} {format_number(value)}" for key, value in select_key_metrics(metrics).items()]
-        if token_rate := tokens_per_second(metrics):
+        if token_rate := find_tokens_per_second(metrics):
             metric_texts.append(f"{format_count(token_rate)} tok/s")
         num_steps = self._progress_writer.total
         logger.info("step %s%s  %s", step_line["step"], f"/{num_steps}" if num_steps else "", "  ".join(metric_texts))

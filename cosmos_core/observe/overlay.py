@@ -39,11 +39,11 @@ def _list_changed_settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
     for name in dict.fromkeys(name for run_settings in settings_by_run for name in run_settings):
         stage_settings = [run_settings.get(name, {}) for run_settings in settings_by_run]
         setting_keys = dict.fromkeys(key for stage in stage_settings for key in stage)
-        values_by_key = {key: [stage.get(key) for stage in stage_settings] for key in setting_keys}
-        changes = {key: values for key, values in values_by_key.items() if any(each != values[0] for each in values)}
+        setting_values = {key: [stage.get(key) for stage in stage_settings] for key in setting_keys}
+        changes = {key: values for key, values in setting_values.items() if any(each != values[0] for each in values)}
         changes_by_stage[name] = [(key, *(format_setting(key, v) for v in values)) for key, values in changes.items()]
-    changed_rows = group_changes_by_stage(changes_by_stage)
-    return [(f"{name}.{row[0]}" if name else row[0], *row[1:]) for name, row in changed_rows]
+    changed_setting_rows = group_changes_by_stage(changes_by_stage)
+    return [(f"{name}.{row[0]}" if name else row[0], *row[1:]) for name, row in changed_setting_rows]
 
 
 def _compare_metrics(runs: Sequence[RunRecord], stage_names: Sequence[str]) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ def _compare_metrics(runs: Sequence[RunRecord], stage_names: Sequence[str]) -> l
         metrics_by_run = [next((stage.metrics for stage in run.stages if stage.name == name), {}) for run in runs]
         for key in dict.fromkeys(key for run_metrics in metrics_by_run for key in select_key_metrics(run_metrics)):
             metric_values = [run_metrics.get(key) for run_metrics in metrics_by_run]
-            end_values = [value for value in (metric_values[0], metric_values[-1]) if isinstance(value, int | float)]
-            change_verdict = judge_change(key, end_values[1] - end_values[0]) if len(end_values) == 2 else ""
+            outer_values = [value for value in (metric_values[0], metric_values[-1]) if isinstance(value, int | float)]
+            change_verdict = judge_change(key, outer_values[1] - outer_values[0]) if len(outer_values) == 2 else ""
             metric_rows.append({"stage": name, "key": key, "values": metric_values, "verdict": change_verdict})
     return metric_rows

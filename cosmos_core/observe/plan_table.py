@@ -63,9 +63,9 @@ def _describe_detectable_effect(
     items_folder = next(find_published_item_folders(published_record, metric, stage.after), None)
     if items_folder is None:
         return
-    effect = compute_detectable_effect(metric, published_record["metrics"][metric], items_folder, stage.confidence)
-    if effect is None:
+    min_effect = compute_detectable_effect(metric, published_record["metrics"][metric], items_folder, stage.confidence)
+    if min_effect is None:
         return
-    (num_items, difference), min_diff = effect, abs(condition.published_offset)
+    (num_items, difference), min_gain = min_effect, abs(condition.published_offset)
     text = f"{stage.name}: {num_items:,} items of {metric} show a difference of {difference:.2g} in 80 of 100 cases"
-    yield text + (f"; {min_diff:g} needs {compute_sample_size(num_items, difference, min_diff):,}" if min_diff else "")
+    yield text + (f"; {min_gain:g} needs {compute_sample_size(num_items, difference, min_gain):,}" if min_gain else "")

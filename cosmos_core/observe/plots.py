@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from cosmos_core.observe.formatting import float_or_inf, metric_family
+from cosmos_core.observe.formatting import float_or_inf, get_metric_family
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,13 +48,13 @@ _plot_lock = threading.Lock()  # serialises plotting in several threads, because
 SeriesByMetric = dict[str, tuple[list[float], list[float]]]
 
 
-def plot_curves(metric_lines: Sequence[dict[str, Any]], families: Sequence[str] = DEFAULT_PANELS) -> bytes:
-    """Return a PNG with a panel for each of the metric `families` that occurs in the lines of `metrics.jsonl`, or with
-    the text "no metrics yet". NaN, infinities and values beyond 1e300 leave a gap in the curve."""
+def plot_curves(metric_lines: Sequence[dict[str, Any]], panel_names: Sequence[str] = DEFAULT_PANELS) -> bytes:
+    """Return a PNG with a panel for each of the `panel_names` whose metric occurs in the lines of `metrics.jsonl`, or
+    with the text "no metrics yet". NaN, infinities and values beyond 1e300 leave a gap in the curve."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    panels = _collect_panels(metric_lines, families)
+    panels = _collect_panels(metric_lines, panel_names)
     num_columns = max(1, min(3, len(panels)))
     num_rows = max(1, math.ceil(len(panels) / num_columns))
     with _plot_lock, matplotlib.rc_context(_MATPLOTLIB_STYLE):
@@ -69,19 +69,21 @@ def plot_curves(metric_lines: Sequence[dict[str, Any]], families: Sequence[str] 
     return png_buffer.getvalue()
 
 
-def draw_curves_svg(metric_lines: Sequence[dict[str, Any]], families: Sequence[str] = DEFAULT_PANELS) -> str:
-    """Return one `<svg>` element, for an HTML page, for each of the metric `families` that occurs in the lines of
+def draw_curves_svg(metric_lines: Sequence[dict[str, Any]], panel_names: Sequence[str] = DEFAULT_PANELS) -> str:
+    """Return one `<svg>` element, for an HTML page, for each of the `panel_names` whose metric occurs in the lines of
     `metrics.jsonl`. Colours are the CSS variables `--ink-soft`, `--grid`, `--line-0` to `--line-3`, so that they follow
     the dark mode of the page."""
-    return _draw_svg_panels(_collect_panels(metric_lines, families))
+    return _draw_svg_panels(_collect_panels(metric_lines, panel_names))
 
 
-def overlay_runs(lines_by_run: Mapping[str, Sequence[dict[str, Any]]], families: Sequence[str] = DEFAULT_PANELS) -> str:
-    """Return one `<svg>` element for each metric of the `families`, with a curve for each run; `lines_by_run` has the
+def overlay_runs(
+    lines_by_run: Mapping[str, Sequence[dict[str, Any]]], panel_names: Sequence[str] = DEFAULT_PANELS
+) -> str:
+    """Return one `<svg>` element for each of the `panel_names`, with a curve for each run; `lines_by_run` has the
     parsed lines of `metrics.jsonl` by the name of the run."""
     series_by_metric: dict[str, SeriesByMetric] = {}
     for run_name, lines in lines_by_run.items():
-        for panel in _collect_panels(lines, families).values():
+        for panel in _collect_panels(lines, panel_names).values():
             for key, curve_points in panel.items():
                 series_by_metric.setdefault(key, {})[run_name] = curve_points
     return _draw_svg_panels(series_by_metric)
@@ -100,15 +102,15 @@ def _draw_svg_panels(panels: Mapping[str, SeriesByMetric]) -> str:
     return "\n".join(svg_panels)
 
 
-def _collect_panels(metric_lines: Sequence[dict[str, Any]], families: Sequence[str]) -> dict[str, SeriesByMetric]:
-    panels: dict[str, SeriesByMetric] = {key: {} for key in families}
+def _collect_panels(metric_lines: Sequence[dict[str, Any]], panel_names: Sequence[str]) -> dict[str, SeriesByMetric]:
+    panels: dict[str, SeriesByMetric] = {key: {} for key in panel_names}
     for line in metric_lines:
         step = line.get("step")
         if not isinstance(step, int | float) or math.isnan(_to_plot_value(step)):
             continue
         for key, value in line.items():
             metric_prefix, separator, _ = key.partition("/")
-            panel_name = name if (name := metric_family(key)) in panels else metric_prefix + separator
+            panel_name = name if (name := get_metric_family(key)) in panels else metric_prefix + separator
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if panel_name in panels and key not in _REWARD_STATISTICS and is_number:
                 steps, plotted_values = panels[panel_name].setdefault(key, ([], []))
@@ -126,19 +128,19 @@ def _get_panel_title(name: str) -> str:
 
 def _to_plot_value(metric_value: float) -> float:
     """Return a metric as a value to plot; NaN, which leaves a gap in the curve, if an axis cannot show the value."""
-    float_value = float_or_inf(metric_value)
-    return float_value if abs(float_value) <= _MAX_PLOTTED_VALUE else math.nan
+    plot_value = float_or_inf(metric_value)
+    return plot_value if abs(plot_value) <= _MAX_PLOTTED_VALUE else math.nan
 
 
 def _draw_series(axes: Axes, name: str, series: SeriesByMetric) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    shown_series = dict(list(series.items())[:MAX_CURVES])
-    for i, (key, (steps, values)) in enumerate(shown_series.items()):
+    plotted_series = dict(list(series.items())[:MAX_CURVES])
+    for i, (key, (steps, values)) in enumerate(plotted_series.items()):
         colour, line_style = _LINE_COLORS[i % len(_LINE_COLORS)], "-" if i < len(_LINE_COLORS) else "--"
         marker = "o" if len(steps) <= 12 else ""
         axes.plot(steps, values, line_style, color=colour, linewidth=1.4, marker=marker, markersize=2.8, label=key)
-    curve_points = [point for line in shown_series.values() for point in zip(*line, strict=True)]
+    curve_points = [point for line in plotted_series.values() for point in zip(*line, strict=True)]
     plotted_steps = {step for step, value in curve_points if math.isfinite(value)}
     if len(plotted_steps) == 1:
         axes.set_xlim(min(plotted_steps) - 1, max(plotted_steps) + 1)
@@ -150,7 +152,7 @@ def _draw_series(axes: Axes, name: str, series: SeriesByMetric) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_GRID_COLOR)
-    if len(shown_series) > 1:
+    if len(plotted_series) > 1:
         axes.legend(frameon=False, fontsize=7, labelcolor=_TEXT_COLOR, handlelength=1.2)
 
 

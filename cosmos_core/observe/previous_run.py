@@ -11,8 +11,8 @@ from cosmos_core.observe.record import RunRecord, read_run, read_stage_entries
 from cosmos_core.run.directory import list_runs
 
 _MAX_SHOWN_SETTINGS = 40  # maximum number of changed settings in the report
-_MAX_VALUE_LENGTH = 60
-_UNCOMPARED_KEYS = ("recipe", "overrides")
+_MAX_SETTING_LENGTH = 60
+_UNCOMPARED_SETTING_KEYS = ("recipe", "overrides")
 
 
 def compare_with_previous(run: RunRecord) -> dict[str, Any] | None:
@@ -34,7 +34,7 @@ def read_settings(run_path: Path) -> dict[str, dict[str, Any]]:
     """Return the settings in `pipeline.toml` of a run by stage name and dotted key; empty if the file is damaged."""
     settings_by_stage = {}
     for name, stage in read_stage_entries(run_path).items():
-        stage_settings = {key: value for key, value in stage.items() if key not in _UNCOMPARED_KEYS}
+        stage_settings = {key: value for key, value in stage.items() if key not in _UNCOMPARED_SETTING_KEYS}
         overrides = stage["overrides"] if isinstance(stage.get("overrides"), dict) else {}
         settings_by_stage[name] = flatten_tables(stage_settings) | flatten_tables(overrides)
     return settings_by_stage
@@ -45,10 +45,10 @@ def _list_changed_settings(
 ) -> Iterator[tuple[str, str, str]]:
     changes_by_stage = {}
     for name in (name for name in new_settings if name in old_settings):
-        old_values, new_values = old_settings[name], new_settings[name]
-        changed_keys = [key for key in old_values | new_values if old_values.get(key) != new_values.get(key)]
+        old_recipe, new_recipe = old_settings[name], new_settings[name]
+        changed_keys = [key for key in old_recipe | new_recipe if old_recipe.get(key) != new_recipe.get(key)]
         changes_by_stage[name] = [
-            (key, *(format_setting(key, values.get(key)) for values in (old_values, new_values)))
+            (key, *(format_setting(key, values.get(key)) for values in (old_recipe, new_recipe)))
             for key in changed_keys
         ]
     for name, (key, old_text, new_text) in group_changes_by_stage(changes_by_stage):
@@ -59,16 +59,16 @@ def _list_changed_settings(
 
 def format_setting(key: str, setting_value: Any) -> str:
     """Return a setting as text without secrets, truncated to fit a cell of a table; a dash for None."""
-    value_text = "–" if setting_value is None else str(mask_settings(setting_value, key))
-    return value_text if len(value_text) <= _MAX_VALUE_LENGTH else f"{value_text[: _MAX_VALUE_LENGTH - 1]}…"
+    setting_text = "–" if setting_value is None else str(mask_settings(setting_value, key))
+    return setting_text if len(setting_text) <= _MAX_SETTING_LENGTH else f"{setting_text[: _MAX_SETTING_LENGTH - 1]}…"
 
 
 def _compare_metrics(old_run: RunRecord, new_run: RunRecord) -> Iterator[tuple[str, str, str, str, str]]:
     old_stage_by_name = {stage.name: stage for stage in old_run.stages}
     for stage in new_run.stages:
-        old_metrics = old_stage_by_name[stage.name].metrics if stage.name in old_stage_by_name else {}
+        old_stage_metrics = old_stage_by_name[stage.name].metrics if stage.name in old_stage_by_name else {}
         for key, value in select_key_metrics(stage.metrics).items():
-            if not isinstance(old_metrics.get(key), int | float):
+            if not isinstance(old_stage_metrics.get(key), int | float):
                 continue
-            change_verdict = judge_change(key, value - old_metrics[key])
-            yield stage.name, key, format_number(old_metrics[key]), format_number(value), change_verdict
+            change_verdict = judge_change(key, value - old_stage_metrics[key])
+            yield stage.name, key, format_number(old_stage_metrics[key]), format_number(value), change_verdict

@@ -272,8 +272,8 @@ class RunRecord:
     @property
     def end_time(self) -> float:
         """Return the unix time at which the last stage ended, or the current time while the run is active."""
-        end_times = [end for stage in self.stages if (end := stage.died_at or stage.state.ended)]
-        return time.time() if self.outcome == "running" else max(end_times, default=self.start_time)
+        stage_end_times = [end for stage in self.stages if (end := stage.died_at or stage.state.ended)]
+        return time.time() if self.outcome == "running" else max(stage_end_times, default=self.start_time)
 
     @property
     def refused_stage_names(self) -> set[str]:
@@ -301,8 +301,8 @@ class RunRecord:
     @property
     def trained_models(self) -> list[StageRecord]:
         """Return the stages whose model is on this machine, except stages whose model a gate refused."""
-        accepted_names = {stage.name for stage in self.stages if stage.kind.makes == "model"} - self.refused_stage_names
-        model_stages = [stage for stage in self.stages if stage.name in accepted_names and stage.info.get("model")]
+        passing_stages = {stage.name for stage in self.stages if stage.kind.makes == "model"} - self.refused_stage_names
+        model_stages = [stage for stage in self.stages if stage.name in passing_stages and stage.info.get("model")]
         return [stage for stage in model_stages if (stage.path / str(stage.info["model"])).exists()]
 
     @property
@@ -390,11 +390,11 @@ def _read_stage(
 def _compute_stage_depths(predecessors: dict[str, tuple[str, ...]]) -> dict[str, int]:
     """Return `StageRecord.depth` by stage name, without recursion, because a chain may have a thousand stages."""
     try:
-        sorted_names = [*TopologicalSorter(predecessors).static_order()]
+        sorted_stage_names = [*TopologicalSorter(predecessors).static_order()]
     except CycleError:  # only a damaged `pipeline.toml` has a cycle
-        sorted_names = [*predecessors]
+        sorted_stage_names = [*predecessors]
     depth_by_stage: dict[str, int] = {}
-    for name in (name for name in sorted_names if name in predecessors):
+    for name in (name for name in sorted_stage_names if name in predecessors):
         predecessor_depths = [1 + depth_by_stage[each] for each in predecessors[name] if each in depth_by_stage]
         depth_by_stage[name] = max(predecessor_depths, default=0)
     return depth_by_stage

@@ -47,7 +47,7 @@ def build_report(run_path: Path, page_folder: Path | None = None) -> str:
         gates=[(stage, condition) for stage in run_record.stages for condition in stage.conditions],
         samples=sections.make_sample_table(run_record), lineage=sections.make_lineage_rows(run_record),
         loading=render_loading_code(run_record.model) if run_record.model else "",
-        setting=sections.list_run_start_info(run_record),
+        setting=sections.list_run_start_fields(run_record),
     )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def open_template_environment() -> Environment:
         "label": sections.get_displayed_status, "headline": sections.format_headline_metric,
         "times": sections.list_stage_times, "metrics": sections.format_stage_metrics, "logs": sections.list_log_files,
         "operators": sections.read_slowest_operators, "reward_bins": sections.compute_reward_bins,
-        "info": sections.select_shown_info, "curves": sections.draw_stage_curves,
+        "info": sections.select_info_to_show, "curves": sections.draw_stage_curves,
         "rollouts": sections.select_shown_rollouts, "drawings": sections.load_completion_media,
         "services": sections.make_service_rows, "outcome_of": sections.choose_css_classes,
     }  # fmt: skip

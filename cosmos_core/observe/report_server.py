@@ -21,9 +21,9 @@ REPORTS_URL_VARIABLE = "COSMOS_REPORTS_URL"
 TOKEN_VARIABLE = "COSMOS_REPORTS_TOKEN"
 _MIN_TOKEN_LENGTH = 16
 _MAX_LOG_BYTES = 16 * 2**20
-_NAME_PATTERN = r"[A-Za-z0-9][\w.-]*"
+_SEGMENT_REGEX = r"[A-Za-z0-9][\w.-]*"
 _URL_PATH_PATTERN = re.compile(
-    rf"/({_NAME_PATTERN})/({re.escape(REPORT_FILE)}|stages/{_NAME_PATTERN}/logs/{_NAME_PATTERN}\.log)", re.ASCII
+    rf"/({_SEGMENT_REGEX})/({re.escape(REPORT_FILE)}|stages/{_SEGMENT_REGEX}/logs/{_SEGMENT_REGEX}\.log)", re.ASCII
 )
 _RESPONSE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:",
@@ -35,7 +35,7 @@ _RESPONSE_HEADERS = {
 def report_url(run_path: Path) -> str:
     """Return the URL of a run's report below COSMOS_REPORTS_URL; empty if it is unset or the run is private."""
     base_url = os.environ.get(REPORTS_URL_VARIABLE, "").rstrip("/")
-    return f"{base_url}/{run_path.name}/{REPORT_FILE}" if base_url and not _is_private(run_path) else ""
+    return f"{base_url}/{run_path.name}/{REPORT_FILE}" if base_url and not _is_run_private(run_path) else ""
 
 
 class ReportServer(ThreadingHTTPServer):
@@ -83,7 +83,7 @@ class _ReportRequestHandler(BaseHTTPRequestHandler):
         run_path = self.server.output_dir / url_match[1]
         requested_file = run_path / url_match[2]
         try:  # refuse symbolic links, because they may lead to any file of the server's user
-            if requested_file.resolve() != requested_file or _is_private(run_path):
+            if requested_file.resolve() != requested_file or _is_run_private(run_path):
                 return None
             with requested_file.open("rb") as report_stream:
                 if requested_file.suffix == ".log":
@@ -93,7 +93,7 @@ class _ReportRequestHandler(BaseHTTPRequestHandler):
             return None
 
 
-def _is_private(run_path: Path) -> bool:
+def _is_run_private(run_path: Path) -> bool:
     return not run_path.stat().st_mode & 0o077
 
 

@@ -11,7 +11,7 @@ from cosmos_core.run.directory import read_start_info
 from cosmos_core.run.liveness import find_dead_holder_start_time, has_lost_launcher, read_open_approval
 from cosmos_core.run.state import ACTIVE_STATES
 
-_command_folders: dict[str, str] = {}
+_command_folder_by_cwd: dict[str, str] = {}
 """Working directory in which the user started this command, by the folder to which `change_to_run_folder` changed."""
 
 
@@ -34,9 +34,9 @@ def _describe_running_stages(run: RunRecord) -> str:
     orphaned_stages = [stage for stage in running_stages if has_lost_launcher(stage.state)]
     if not orphaned_stages and (not running_stages or find_dead_holder_start_time(run.path) is None):
         return ""
-    other_names = [stage.name for stage in running_stages if stage not in orphaned_stages]
+    live_stages = [stage.name for stage in running_stages if stage not in orphaned_stages]
     stage_messages = [f"{stage.name} saves a checkpoint and ends" for stage in orphaned_stages]
-    stage_messages += [f"{', '.join(other_names)} continues with a flow run of its own"] if other_names else []
+    stage_messages += [f"{', '.join(live_stages)} continues with a flow run of its own"] if live_stages else []
     resume_hint = f"resume with: {make_resume_command(run.path)}{_describe_resume_steps(orphaned_stages)}"
     return f"the flow has ended; {'; '.join(stage_messages)}; {resume_hint}"
 
@@ -46,14 +46,14 @@ def _describe_killed_run(run: RunRecord) -> str:
     dead_stages = [stage for stage in run.stages if stage.died_at is not None]
     if not dead_stages:
         # The process of the run died between two stages or before the first, so report the last known end of a stage.
-        end_times = [stage.state.ended for stage in run.stages if stage.state.ended]
+        stage_end_times = [stage.state.ended for stage in run.stages if stage.state.ended]
         run_start_time = max(find_dead_holder_start_time(run.path) or 0.0, run.start_info.started)
-        return f"died after {format_time(max(end_times, default=run_start_time))}, {resume_hint}"
+        return f"died after {format_time(max(stage_end_times, default=run_start_time))}, {resume_hint}"
     last_dead_stage = max(dead_stages, key=lambda stage: stage.died_at or 0.0)
     stage_state, last_step = last_dead_stage.state, _get_last_step(last_dead_stage)
-    host_text = f" on {stage_state.launcher_host}" if stage_state.launcher_host and not stage_state.is_local else ""
+    on_host_text = f" on {stage_state.launcher_host}" if stage_state.launcher_host and not stage_state.is_local else ""
     progress_text = f" after step {last_step}" if last_step else f" in {last_dead_stage.name}"
-    death_text = f"died at {format_time(last_dead_stage.died_at)}{host_text}{progress_text}"
+    death_text = f"died at {format_time(last_dead_stage.died_at)}{on_host_text}{progress_text}"
     return f"{death_text}, {resume_hint}{_describe_resume_steps([last_dead_stage])}"
 
 
@@ -64,7 +64,7 @@ def change_to_run_folder(run_path: Path) -> list[str]:
     if run_working_directory == (command_folder := os.getcwd()) or not os.access(run_working_directory, os.X_OK):
         return []
     os.chdir(run_working_directory)
-    _command_folders[os.getcwd()] = command_folder
+    _command_folder_by_cwd[os.getcwd()] = command_folder
     return [f"the run continues in {run_working_directory}, where it was started"]
 
 
@@ -76,7 +76,7 @@ def make_resume_command(run_path: Path) -> str:
 def quote_run_path(run_path: Path) -> str:
     """Return the path of a run, quoted for the user's shell: relative to the folder of that shell if it contains the
     run, otherwise absolute."""
-    shell_folder = _command_folders.get(os.getcwd(), os.getcwd())
+    shell_folder = _command_folder_by_cwd.get(os.getcwd(), os.getcwd())
     return shlex.quote(str(run_path.relative_to(shell_folder) if run_path.is_relative_to(shell_folder) else run_path))
 
 
@@ -92,11 +92,11 @@ def _describe_resume_steps(stages: list[StageRecord]) -> str:
     for stage in stages:
         if stage.kind.trains_model and _get_last_step(stage):
             unsaved_note = "" if stage.resumable_step else ": nothing was saved"
-            has_all_steps = stage.resumable_step == stage.step_and_total[1]
-            message_text = (
-                "has saved its last step" if has_all_steps else f"begins again at step {stage.resumable_step + 1}"
+            is_last_step_saved = stage.resumable_step == stage.step_and_total[1]
+            progress_message = (
+                "has saved its last step" if is_last_step_saved else f"begins again at step {stage.resumable_step + 1}"
             )
-            resume_messages.append(f"{stage.name} {message_text}{unsaved_note}")
+            resume_messages.append(f"{stage.name} {progress_message}{unsaved_note}")
     return f" ({'; '.join(resume_messages)})" if resume_messages else ""
 
 

@@ -15,7 +15,7 @@ from cosmos_core.run.directory import PIPELINE_FILE, list_runs
 from cosmos_core.run.liveness import find_dead_holder_start_time, is_flow_running, read_holder
 from cosmos_core.run.state import ACTIVE_STATES, FINISHED_STATES
 
-_MAX_START_DELAY_SECONDS = 60.0
+_MAX_INACTIVE_SECONDS = 60.0
 """Seconds after the last activity of a run within which a stage whose input stages are finished should start; if no
 stage has started by then, the run counts as inactive."""
 
@@ -27,14 +27,14 @@ def make_run_table(output_dir: Path, max_runs: int) -> Table:
     interruption_messages: list[str] = []
     for start_info in list_runs(output_dir)[-max_runs:]:
         run = read_run(output_dir / start_info.run_id)
-        num_finished = sum(stage.status in FINISHED_STATES for stage in run.stages)
+        num_done_stages = sum(stage.status in FINISHED_STATES for stage in run.stages)
         total_seconds = sum(stage.seconds or 0.0 for stage in run.stages)
         stage_metrics = (formatting.select_table_metrics(stage.metrics) for stage in reversed(run.stages))
         last_metrics = next(filter(None, stage_metrics), dict[str, float]())
         metrics_text = ", ".join(f"{name} {_format_metric(value)}" for name, value in last_metrics.items())
         table.add_row(
             start_info.run_id, run.name, formatting.format_timestamp(start_info.started),
-            formatting.format_duration(total_seconds), f"{num_finished}/{len(run.stages)}", run.outcome, metrics_text
+            formatting.format_duration(total_seconds), f"{num_done_stages}/{len(run.stages)}", run.outcome, metrics_text
         )  # fmt: skip
         interruption_messages += [f"{start_info.run_id}: {message}"] if (message := describe_interruption(run)) else []
     table.caption = "\n".join(interruption_messages) or None
@@ -64,8 +64,8 @@ def _compare_stage_metrics(old_stage: StageRecord, new_stage: StageRecord) -> It
     metrics = [key for key in old_stage.metrics | new_stage.metrics if not key.startswith(formatting.RESOURCE_PREFIXES)]
     for key in sorted(metrics):
         metric_values = [stage.metrics.get(key) for stage in (old_stage, new_stage)]
-        numeric_values = [formatting.float_or_inf(value) for value in metric_values if isinstance(value, int | float)]
-        difference = numeric_values[1] - numeric_values[0] if len(set(numeric_values)) == 2 else 0.0
+        metric_numbers = [formatting.float_or_inf(value) for value in metric_values if isinstance(value, int | float)]
+        difference = metric_numbers[1] - metric_numbers[0] if len(set(metric_numbers)) == 2 else 0.0
         change_text = f"{difference:+.4g} {formatting.judge_change(key, difference)}".rstrip() if difference else ""
         yield key, _format_metric(metric_values[0]), _format_metric(metric_values[1]), change_text
 
@@ -87,4 +87,4 @@ def is_run_inactive(run: RunRecord) -> bool:
         # A run with a live process is active, because its stages may wait for hours for GPUs, a worker or an approval.
         return find_dead_holder_start_time(run.path) is not None or run.outcome not in {"running", "waiting"}
     last_activity_time = max([run.start_time, *(stage.state.ended or 0.0 for stage in run.stages)])
-    return time.time() - last_activity_time >= _MAX_START_DELAY_SECONDS
+    return time.time() - last_activity_time >= _MAX_INACTIVE_SECONDS

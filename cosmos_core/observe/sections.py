@@ -13,7 +13,7 @@ from cosmos_core.run.files import JsonDocument, parse_documents, read_json
 from cosmos_core.run.gpu_time import read_gpu_intervals, sum_gpu_seconds
 from cosmos_core.run.stage import PROFILES_FOLDER, read_input_metrics
 
-NUM_PROMPTS = 12
+MAX_SHOWN_PROMPTS = 12
 """Maximum number of prompts whose completions the report shows."""
 _MAX_SHOWN_ROLLOUTS = 4  # number of rollouts shown for the first and for the last logged step of a training
 _MAX_SHOWN_OPERATORS = 10  # number of operators shown from a profiler trace
@@ -39,20 +39,22 @@ def make_summary_cards(run: RunRecord) -> list[tuple[str, str]]:
     """Return name and text of each summary card: metrics of the first and last validation, times, stages done."""
     cards = []
     validation_metrics = [formatting.select_table_metrics(metrics) for _, metrics in _list_validation_columns(run)]
-    logged_values = [stage.metrics.get(_LOGPROB_DIFFERENCE_METRIC) for stage in run.stages]
-    logprob_differences = [formatting.float_or_inf(each) for each in logged_values if isinstance(each, int | float)]
+    raw_differences = [stage.metrics.get(_LOGPROB_DIFFERENCE_METRIC) for stage in run.stages]
+    logprob_differences = [formatting.float_or_inf(each) for each in raw_differences if isinstance(each, int | float)]
     for name in validation_metrics[-1] if validation_metrics else ():
-        if logprob_differences and name == formatting.short_metric_name(_LOGPROB_DIFFERENCE_METRIC):
+        if logprob_differences and name == formatting.shorten_metric_name(_LOGPROB_DIFFERENCE_METRIC):
             continue  # skip this metric: a separate card shows its maximum over all stages
-        value_texts = [formatting.format_number(each[name]) for each in validation_metrics if name in each]
-        cards.append((name, f"{value_texts[0]} → {value_texts[-1]}" if len(value_texts) > 1 else value_texts[0]))
+        metric_texts = [formatting.format_number(each[name]) for each in validation_metrics if name in each]
+        cards.append((name, f"{metric_texts[0]} → {metric_texts[-1]}" if len(metric_texts) > 1 else metric_texts[0]))
     cards += [("log-prob difference, p95", f"≤ {max(logprob_differences):.1e}")] if logprob_differences else []
     time_labels = {"wall": "wall time", "inside": "inside stage workers", "overhead": "overhead"}
     time_breakdown = compute_time_breakdown(run)
     cards += [(time_labels[key], formatting.format_duration(seconds)) for key, seconds in time_breakdown.items()]
     cards += make_cost_card(run).items()
-    num_finished = sum(get_displayed_status(stage) in {"done", "reused", _REPORT_STATUS_LABEL} for stage in run.stages)
-    return [*cards, ("stages finished", f"{num_finished} of {len(run.stages)}")]
+    num_done_stages = sum(
+        get_displayed_status(stage) in {"done", "reused", _REPORT_STATUS_LABEL} for stage in run.stages
+    )
+    return [*cards, ("stages finished", f"{num_done_stages} of {len(run.stages)}")]
 
 
 def make_validation_metrics_table(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
@@ -61,9 +63,9 @@ def make_validation_metrics_table(run: RunRecord) -> tuple[list[str], list[dict[
     metric_keys, rows = dict.fromkeys(key for _, metrics in metric_columns[-1:] + metric_columns for key in metrics), []
     for key in filter(_is_validation_metric, metric_keys):
         metric_values = [metrics.get(key) for _, metrics in metric_columns]
-        numeric_values = [formatting.float_or_inf(value) for value in metric_values if isinstance(value, int | float)]
-        change = numeric_values[-1] - numeric_values[0] if len(numeric_values) > 1 else None
-        cells = {"change": "" if change is None else f"{change:+.3f}", "verdict": formatting.judge_change(key, change)}
+        metric_numbers = [formatting.float_or_inf(value) for value in metric_values if isinstance(value, int | float)]
+        delta = metric_numbers[-1] - metric_numbers[0] if len(metric_numbers) > 1 else None
+        cells = {"change": "" if delta is None else f"{delta:+.3f}", "verdict": formatting.judge_change(key, delta)}
         rows.append({"name": key.removeprefix("validation/"), "values": metric_values, **cells})
     return [name for name, _ in metric_columns], rows
 
@@ -71,15 +73,15 @@ def make_validation_metrics_table(run: RunRecord) -> tuple[list[str], list[dict[
 def _list_validation_columns(run: RunRecord) -> list[tuple[str, dict[str, Any]]]:
     """Return title and metrics of each compared validation, in the order of the pipeline: the validation before the
     first step of each training, and the validations of `select_compared_stages`."""
-    columns, compared_stages, branch_stage_names = [], select_compared_stages(run), list_sweep_stages(run)
+    validation_columns, compared_stages, branch_stage_names = [], select_compared_stages(run), list_sweep_stages(run)
     for stage in run.stages:
         if stage.kind.trains_model and stage.name not in branch_stage_names:
             initial_metrics = _find_initial_validation(stage)
             if metrics := {key: value for key, value in initial_metrics.items() if _is_validation_metric(key)}:
-                columns.append((f"before {stage.name}", metrics))
+                validation_columns.append((f"before {stage.name}", metrics))
         if stage in compared_stages:
-            columns.append((stage.name, stage.metrics))
-    return columns
+            validation_columns.append((stage.name, stage.metrics))
+    return validation_columns
 
 
 def _find_initial_validation(stage: StageRecord) -> dict[str, Any]:
@@ -96,23 +98,23 @@ def _is_validation_metric(key: str) -> bool:
 def make_sample_table(run: RunRecord) -> dict[str, Any]:
     """Return a table of completions with a row per prompt and a column per stage that logs completions. Completions
     from before the first step of a training have a separate column."""
-    columns: list[tuple[str, dict[str, LoggedSample]]] = []
+    step_columns: list[tuple[str, dict[str, LoggedSample]]] = []
     compared_stages = select_compared_stages(run)
     for stage in (stage for stage in run.stages if stage.samples):
         initial_step = _find_initial_validation(stage).get("step") if stage.kind.trains_model else None
         initial_samples = [line for line in stage.samples if line.step == initial_step]
         if initial_samples:
-            columns.append((f"before {stage.name}", {line.prompt: line for line in initial_samples}))
+            step_columns.append((f"before {stage.name}", {line.prompt: line for line in initial_samples}))
         if stage.kind.feed != "rollouts" or (initial_samples and stage in compared_stages):
-            columns.append((stage.name, _find_newest_samples(stage)))
-    all_prompts = list(dict.fromkeys(prompt for _, samples in columns for prompt in samples))
-    prompts = [prompt for prompt in all_prompts if all(prompt in samples for _, samples in columns)] or all_prompts
+            step_columns.append((stage.name, _find_newest_samples(stage)))
+    all_prompts = list(dict.fromkeys(prompt for _, samples in step_columns for prompt in samples))
+    prompts = [prompt for prompt in all_prompts if all(prompt in samples for _, samples in step_columns)] or all_prompts
     prompt_rows = []
-    for prompt in prompts[:NUM_PROMPTS]:
-        prompt_samples = [samples.get(prompt) for _, samples in columns]
+    for prompt in prompts[:MAX_SHOWN_PROMPTS]:
+        prompt_samples = [samples.get(prompt) for _, samples in step_columns]
         reference = next((line.reference for line in prompt_samples if line and line.reference), "")
         prompt_rows.append({"prompt": prompt, "reference": reference, "lines": prompt_samples})
-    return {"columns": [name for name, _ in columns], "rows": prompt_rows, "total": len(prompts)}
+    return {"columns": [name for name, _ in step_columns], "rows": prompt_rows, "total": len(prompts)}
 
 
 def make_lineage_rows(run: RunRecord) -> list[dict[str, Any]]:
@@ -129,7 +131,7 @@ def make_lineage_rows(run: RunRecord) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def list_run_start_info(run: RunRecord) -> list[tuple[str, Any, bool]]:
+def list_run_start_fields(run: RunRecord) -> list[tuple[str, Any, bool]]:
     """Return facts about the start of a run, such as command, host and seeds, each as (name, value, whether the report
     shows the value as code)."""
     start_info = run.start_info
@@ -151,14 +153,14 @@ def get_displayed_status(stage: StageRecord) -> str:
 
 def format_headline_metric(stage: StageRecord) -> str:
     """Return name and value of the metric that is shown in the title of a stage; empty if the stage has no metrics."""
-    shown_metric = formatting.select_key_metrics(stage.metrics, max_count=1).items()
-    return " ".join(f"{formatting.metric_family(key)} {formatting.format_number(value)}" for key, value in shown_metric)
+    headline = formatting.select_key_metrics(stage.metrics, max_metrics=1).items()
+    return " ".join(f"{formatting.get_metric_family(key)} {formatting.format_number(value)}" for key, value in headline)
 
 
 def list_stage_times(stage: StageRecord) -> list[tuple[str, str]]:
     """Return the known times, number of attempts, input stages and machines of a stage as pairs of name and text."""
     stage_state = stage.state
-    time_texts = [
+    labelled_times = [
         ("started", formatting.format_timestamp(stage_state.spans[0][0] if stage_state.spans else None)),
         ("ended", formatting.format_timestamp(stage_state.ended)),
         ("time", formatting.format_duration(stage.seconds)),
@@ -166,16 +168,16 @@ def list_stage_times(stage: StageRecord) -> list[tuple[str, str]]:
         ("after", ", ".join(stage.after)),
         ("on", formatting.describe_machines(stage.ranks)),
     ]
-    return [(name, value) for name, value in time_texts if value not in {"", "–"}]
+    return [(name, value) for name, value in labelled_times if value not in {"", "–"}]
 
 
 def format_stage_metrics(stage: StageRecord) -> list[tuple[str, str]]:
     """Return the metrics of a stage, without times, throughput and memory."""
-    shown_metrics = formatting.select_key_metrics(stage.metrics, max_count=100)
-    return [(key, formatting.format_number(value)) for key, value in shown_metrics.items()]
+    selected_metrics = formatting.select_key_metrics(stage.metrics, max_metrics=100)
+    return [(key, formatting.format_number(value)) for key, value in selected_metrics.items()]
 
 
-def select_shown_info(stage: StageRecord) -> dict[str, Any]:
+def select_info_to_show(stage: StageRecord) -> dict[str, Any]:
     """Return the results of a stage other than metrics, without empty values and without the conditions of a gate,
     which the report shows in another table."""
     return {key: value for key, value in stage.info.items() if key != "conditions" and value not in ("", [], {}, None)}
@@ -207,8 +209,8 @@ def choose_css_classes(samples: Sequence[LoggedSample | None]) -> str:
     """Return the CSS classes of the row with the completions of a prompt: `good` if the last reward is positive, else
     `bad`, and `changed` if the first and the last reward differ; empty without valid rewards."""
     rewards_by_sample = [[line.reward, *line.rewards] for line in samples if line is not None]
-    valid_rewards = [[value for value in values if value is not None] for values in rewards_by_sample]
-    rewards = [max(values) for values in valid_rewards if values]
+    valid_rewards_by_sample = [[value for value in values if value is not None] for values in rewards_by_sample]
+    rewards = [max(values) for values in valid_rewards_by_sample if values]
     if not rewards:
         return ""
     css_class = "good" if rewards[-1] > 0 else "bad"
@@ -265,7 +267,7 @@ def make_resource_rows(run: RunRecord) -> list[dict[str, Any]]:
     return [
         {
             "stage": stage, "machines": formatting.describe_machines(stage.ranks),
-            "gpu_hours": _compute_gpu_hours(stage), "tokens_per_second": _median_tokens_per_second(stage),
+            "gpu_hours": _compute_gpu_hours(stage), "tokens_per_second": _compute_median_token_rate(stage),
             "size": sum(file["size"] for file in stage.result["outputs"]) if stage.result else 0,
         }
         for stage in run.stages
@@ -281,9 +283,9 @@ def _compute_gpu_hours(stage: StageRecord) -> float:
     return (stage.seconds or 0.0) * sum(bool(rank.gpus) for rank in stage.ranks) / 3600
 
 
-def _median_tokens_per_second(stage: StageRecord) -> float | None:
+def _compute_median_token_rate(stage: StageRecord) -> float | None:
     """Return the median of tokens per second over all steps, because it ignores slow first steps; None: no value."""
-    throughputs = sorted(v for line in stage.metric_lines if (v := formatting.tokens_per_second(line)) is not None)
+    throughputs = sorted(v for line in stage.metric_lines if (v := formatting.find_tokens_per_second(line)) is not None)
     return throughputs[len(throughputs) // 2] if throughputs else None
 
 
@@ -301,16 +303,16 @@ def compute_reward_bins(stage: StageRecord) -> list[dict[str, float]]:
     bin_width = (max(reward_values) - min_reward) / _NUM_HISTOGRAM_BINS
     if not 0 < bin_width < math.inf:
         return []
-    counts_by_half = [[0] * _NUM_HISTOGRAM_BINS, [0] * _NUM_HISTOGRAM_BINS]
+    histogram_counts = [[0] * _NUM_HISTOGRAM_BINS, [0] * _NUM_HISTOGRAM_BINS]
     for step, value in steps_and_rewards:
-        counts_by_half[step >= middle_step][min(_NUM_HISTOGRAM_BINS - 1, int((value - min_reward) / bin_width))] += 1
-    fractions_by_half = [[count / sum(bin_counts) for count in bin_counts] for bin_counts in counts_by_half]
-    max_fraction = max(map(max, fractions_by_half))
+        histogram_counts[step >= middle_step][min(_NUM_HISTOGRAM_BINS - 1, int((value - min_reward) / bin_width))] += 1
+    reward_fractions_by_half = [[count / sum(bin_counts) for count in bin_counts] for bin_counts in histogram_counts]
+    max_fraction = max(map(max, reward_fractions_by_half))
     return [
         {
             "low": min_reward + i * bin_width, "high": min_reward + (i + 1) * bin_width,
-            "first": 100 * fractions_by_half[0][i] / max_fraction, "num_first_half": counts_by_half[0][i],
-            "last": 100 * fractions_by_half[1][i] / max_fraction, "num_second_half": counts_by_half[1][i],
+            "first": 100 * reward_fractions_by_half[0][i] / max_fraction, "num_first_half": histogram_counts[0][i],
+            "last": 100 * reward_fractions_by_half[1][i] / max_fraction, "num_second_half": histogram_counts[1][i],
         }
         for i in range(_NUM_HISTOGRAM_BINS)
     ]  # fmt: skip
@@ -325,10 +327,10 @@ def make_sweep_tables(run: RunRecord) -> list[dict[str, Any]]:
     for stage, sweep in ((each, choice) for each in run.stages if (choice := each.sweep) and choice.branches):
         keys = tuple(dict.fromkeys(key for sweep_branch in sweep.branches for key in sweep_branch.settings))
         rows: list[dict[str, Any]] = []
-        used_metrics = read_input_metrics(stage.path) if stage.result else {}
+        input_metrics = read_input_metrics(stage.path) if stage.result else {}
         for sweep_branch in sweep.branches:
             branch_stages = [stage_by_name[name] for name in sweep_branch.stages if name in stage_by_name]
-            all_metrics = [used_metrics.get(branch_stage.name, branch_stage.metrics) for branch_stage in branch_stages]
+            all_metrics = [input_metrics.get(branch_stage.name, branch_stage.metrics) for branch_stage in branch_stages]
             value = {key: value for metrics in all_metrics for key, value in metrics.items()}.get(sweep.metric)
             stage_seconds = [branch_stage.seconds for branch_stage in branch_stages if branch_stage.seconds]
             states = sorted((branch_stage.status for branch_stage in branch_stages), key=_STATUSES_BY_URGENCY.index)

@@ -57,8 +57,8 @@ def decode_sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str
         if data_stage is None or data_stage.name in row_by_data_stage:
             continue
         base_model = _find_base_model(stage_entry)
-        is_reference = base_model.startswith(_STAGE_REFERENCE_PREFIX)
-        model_stages = (stage, stages.get(base_model.removeprefix(_STAGE_REFERENCE_PREFIX)) if is_reference else None)
+        is_stage_model = base_model.startswith(_STAGE_REFERENCE_PREFIX)
+        model_stages = (stage, stages.get(base_model.removeprefix(_STAGE_REFERENCE_PREFIX)) if is_stage_model else None)
         model_paths = [each.path / str(each.info["model"]) for each in model_stages if each and each.info.get("model")]
         if row := _decode_sample_row(data_stage.path / "data", [*model_paths, base_model]):
             row_by_data_stage[data_stage.name] = (stage, row)
@@ -81,9 +81,11 @@ def _trace_data_stages(stage_entries: dict[str, dict[str, Any]], stage_name: str
 
 def _format_source_digests(run: RunRecord, stage_names: list[str], source_kind: str) -> str:
     """Return the digests of the external models or data sets (`source_kind`) that some stages of a run have read."""
-    results = [stage.result for stage in run.stages if stage.name in stage_names and stage.result]
-    sources = [source for result in results for source in result.get("sources", ()) if source["kind"] == source_kind]
-    return ", ".join(dict.fromkeys(source["digest"][:_DIGEST_LENGTH] for source in sources))
+    stage_results = [stage.result for stage in run.stages if stage.name in stage_names and stage.result]
+    sources_of_kind = [
+        source for result in stage_results for source in result.get("sources", ()) if source["kind"] == source_kind
+    ]
+    return ", ".join(dict.fromkeys(source["digest"][:_DIGEST_LENGTH] for source in sources_of_kind))
 
 
 def _describe_dataset(run: RunRecord, stage_entries: dict[str, dict[str, Any]], stage_names: list[str]) -> str:
@@ -97,18 +99,18 @@ def _describe_dataset(run: RunRecord, stage_entries: dict[str, dict[str, Any]], 
         mix_weights = [(each.get("name"), each.get("weight")) for each in datasets]
         dataset_names.append(", ".join(f"{each}{f' x {weight:g}' if weight else ''}" for each, weight in mix_weights))
         data_source = data_source or next((str(value) for value in dataset_names if value), "")
-        data_reference = str(stage_entries[name].get("data") or "")
-        if not data_reference.startswith(_STAGE_REFERENCE_PREFIX):
-            data_source = data_source or data_reference
+        data_stage_reference = str(stage_entries[name].get("data") or "")
+        if not data_stage_reference.startswith(_STAGE_REFERENCE_PREFIX):
+            data_source = data_source or data_stage_reference
     data_source = data_source or (f"output of stage {stage_names[-1]}" if len(stage_names) > 1 else "")
     statistics_paths = [stage.path / "data" / "statistics.json" for stage in run.stages if stage.name in stage_names]
     row_statistics = next((statistics for path in statistics_paths if (statistics := read_json_object(path))), {})
-    description_parts = [data_source] if data_source else []
+    dataset_description_parts = [data_source] if data_source else []
     for split_name, rows_suffix in (("train", ""), ("validation", " held out")):
-        split_statistics = row_statistics.get(split_name)
-        if isinstance(split_statistics, dict) and isinstance(split_statistics.get("rows"), int):
-            description_parts.append(f"{format_number(split_statistics['rows'])} rows{rows_suffix}")
-    return ", ".join(description_parts)
+        statistics_of_split = row_statistics.get(split_name)
+        if isinstance(statistics_of_split, dict) and isinstance(statistics_of_split.get("rows"), int):
+            dataset_description_parts.append(f"{format_number(statistics_of_split['rows'])} rows{rows_suffix}")
+    return ", ".join(dataset_description_parts)
 
 
 def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> list[tuple[str, str]]:
@@ -119,9 +121,9 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
     policy_key_prefix = "train_policy."
     (step, max_step), has_rollouts = stage.step_and_total, stage.kind.feed == "rollouts"
     lora_rank, num_generations = settings.get("policy.lora.r"), settings.get("rollout.n_generation")
-    lr_prefix = "train.optm_lr"
-    lr_keys = [key for key in settings if key.startswith(lr_prefix) and isinstance(settings[key], int | float)]
-    learning_rates = [(key.removeprefix(lr_prefix).removeprefix("."), settings[key]) for key in lr_keys]
+    lr_key_prefix = "train.optm_lr"
+    lr_keys = [key for key in settings if key.startswith(lr_key_prefix) and isinstance(settings[key], int | float)]
+    learning_rates = [(key.removeprefix(lr_key_prefix).removeprefix("."), settings[key]) for key in lr_keys]
     partial_training_settings = [value for key, value in settings.items() if key.startswith(_PARTIAL_TRAINING_KEYS)]
     freezes_weights = any(value not in ([], {}) for value in partial_training_settings)
     policy_type = format_setting(f"{policy_key_prefix}type")
@@ -129,7 +131,7 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
     algorithm_name = format_setting(f"{policy_key_prefix}trainer_type") or policy_type
     is_warmup_in_steps = settings.get("train.optm_warmup_steps", 1) >= 1
     warmup_template = "warmup of {} steps" if is_warmup_in_steps else "warmup of {} of all steps"
-    setting_groups: list[tuple[str, list[Any]]] = [
+    labelled_settings: list[tuple[str, list[Any]]] = [
         ("algorithm", [algorithm_name, loss_variant if algorithm_name == policy_type != loss_variant else ""]),
         ("trains", [f"LoRA of rank {lora_rank}" if lora_rank else "some weights" if freezes_weights else "all weights",
                     format_setting("param_dtype", "computed in {}")]),
@@ -143,7 +145,7 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
         ("reward", _list_rewards(settings) if has_rollouts else []),
         ("seed", [str(seed) for seed in [settings.get("train.seed")] if seed is not None])
     ]  # fmt: skip
-    return [(name, ", ".join(str(value) for value in values if value)) for name, values in setting_groups]
+    return [(name, ", ".join(str(value) for value in values if value)) for name, values in labelled_settings]
 
 
 def _list_rewards(settings: dict[str, Any]) -> list[str]:
@@ -152,10 +154,14 @@ def _list_rewards(settings: dict[str, Any]) -> list[str]:
     if settings.get(f"{policy_key_prefix}use_remote_reward"):
         reward_functions = settings.get(f"{policy_key_prefix}remote_reward.reward_fns", ())
         return [f"{each['name']} x {each['weight']:g} of a reward service" for each in reward_functions]
-    prefix = f"{policy_key_prefix}reward_function."
-    default_weights = {key.removeprefix(prefix): weight for key, weight in settings.items() if key.startswith(prefix)}
+    reward_key_prefix = f"{policy_key_prefix}reward_function."
+    default_reward_weights = {
+        key.removeprefix(reward_key_prefix): weight
+        for key, weight in settings.items()
+        if key.startswith(reward_key_prefix)
+    }
     dataset_tables = settings.get(f"{policy_key_prefix}datasets") or [{}]
-    weights_by_dataset = [dataset.get("reward_function") or default_weights for dataset in dataset_tables]
+    weights_by_dataset = [dataset.get("reward_function") or default_reward_weights for dataset in dataset_tables]
     return list(dict.fromkeys(f"{name} x {weight:g}" for each in weights_by_dataset for name, weight in each.items()))
 
 
@@ -192,7 +198,7 @@ def _read_first_row(arrow_file: Path) -> dict[str, Any]:
         with pa.memory_map(str(arrow_file)) as source:
             row_table = pa.ipc.open_file(source).get_batch(0).slice(0, 1)
             column_names = [name for name in row_table.schema.names if name.endswith(("_ids", "_mask"))]
-            row_dicts: list[dict[str, Any]] = row_table.select(column_names).to_pylist()
+            first_rows: list[dict[str, Any]] = row_table.select(column_names).to_pylist()
     except (OSError, pa.ArrowException, IndexError):
         return {}
-    return row_dicts[0] if row_dicts else {}
+    return first_rows[0] if first_rows else {}

@@ -213,7 +213,7 @@ class Bucket:
                 ContentMD5=base64.b64encode(digest.digest()).decode(),
                 **write_condition,
             )
-            if may_have_md5(response, digest.hexdigest()):
+            if may_content_have_md5(response, digest.hexdigest()):
                 return str(response["ETag"].strip('"'))
             if write_condition:
                 # The store now has the altered object, so the next attempt may replace only this object.
@@ -358,7 +358,7 @@ def _call_or_none(error_codes: set[str], function: Callable[..., Any], *argument
     return None
 
 
-def may_have_md5(response: dict[str, Any], md5: str) -> bool:
+def may_content_have_md5(response: dict[str, Any], md5: str) -> bool:
     """Return False if the response to a write shows that the stored object has another MD5. The ETag is the MD5, except
     with server-side encryption, and in some stores, whose ETags have another form."""
     etag = response["ETag"].strip('"')

@@ -18,19 +18,19 @@ _INDEX_SUFFIX = ".index.json"
 _WEIGHTS_SUFFIXES = (".safetensors", ".bin")
 
 
-def list_data_files(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
+def list_data_files(folder: Path, file_patterns: Sequence[str] = ("*",)) -> list[Path]:
     """Return the files below a folder that match the patterns (see `matches_patterns`), except hidden files and `*.md`.
     Symbolic links are followed; raise ConfigError if they form a cycle."""
     files = []
     for subfolder, file_names in _walk_visible_folders(folder, ()):
         for name in file_names:
-            is_excluded = name.startswith(".") or name.lower().endswith(".md")
-            if not is_excluded and matches_patterns(Path(name), patterns) and (subfolder / name).is_file():
+            is_file_excluded = name.startswith(".") or name.lower().endswith(".md")
+            if not is_file_excluded and matches_patterns(Path(name), file_patterns) and (subfolder / name).is_file():
                 files.append(subfolder / name)
     return files
 
 
-def list_model_files(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
+def list_model_files(folder: Path, file_patterns: Sequence[str] = ("*",)) -> list[Path]:
     """Return the files of a model folder that match the patterns, without weight files that an index does not name.
     Raise ConfigError if symbolic links form a cycle, and ModelError if an index names a file outside its folder."""
     files = list_data_files(folder)
@@ -41,15 +41,15 @@ def list_model_files(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Pat
     folders_with_index = {index_file.parent for index_file in index_files}
     model_files = {file for file in files if not (file.parent in folders_with_index and is_weight_file(file))}
     model_files |= {file for file in indexed_files if file.is_file()}
-    return sorted(file for file in model_files if matches_patterns(file.relative_to(folder), patterns))
+    return sorted(file for file in model_files if matches_patterns(file.relative_to(folder), file_patterns))
 
 
-def matches_patterns(file: Path, patterns: Sequence[str]) -> bool:
+def matches_patterns(file: Path, file_patterns: Sequence[str]) -> bool:
     """Return True if a file matches one of the patterns and none of the patterns that begin with `!`. Patterns are
     compared with the name of the file, also in lower case; `!` patterns with a slash are compared with its path
     relative to its folder. If all patterns begin with `!`, every other file matches."""
-    excluded_patterns = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
-    included_patterns = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
+    excluded_patterns = [pattern[1:] for pattern in file_patterns if pattern.startswith("!")]
+    included_patterns = [pattern for pattern in file_patterns if not pattern.startswith("!")] or ["*"]
     if any(fnmatch(file.as_posix() if "/" in pattern else file.name, pattern) for pattern in excluded_patterns):
         return False
     return any(fnmatch(name, pattern) for pattern in included_patterns for name in (file.name, file.name.lower()))

@@ -126,11 +126,11 @@ def create_run(
     check_inputs(pipeline)
     # The number of threads is set only once, so that the run can be resumed on a machine with another number of cores.
     # Revisions are set only once, so that models and data sets that change on the Hub do not change the run.
-    original_pipeline, is_private = pipeline, pipeline.config.private
-    if is_private is None and read_umask() & 0o077 == 0o077:
+    original_pipeline, is_run_private = pipeline, pipeline.config.private
+    if is_run_private is None and read_umask() & 0o077 == 0o077:
         # The umask makes all new files private, so make the run private.
-        is_private = True
-    resolved_settings = {"threads": count_worker_threads(pipeline), "private": is_private}
+        is_run_private = True
+    resolved_settings = {"threads": count_worker_threads(pipeline), "private": is_run_private}
     pipeline = replace(pipeline, config=pipeline.config.model_copy(update=resolved_settings))
     pipeline = pin_urls(pin_hub_revisions(pipeline))
     package_versions = collect_stage_machine_properties(pipeline).versions
@@ -153,8 +153,8 @@ def create_run(
     )
     recipe_timestamps = (recipe.train.timestamp for recipe in pipeline.recipes.values())
     run_id = run_id or next(filter(None, recipe_timestamps), time.strftime("%Y%m%d%H%M%S"))
-    pipeline_toml, max_suffix = tomli_w.dumps(pipeline.as_toml()), 1 if requires_exact_id else 999
-    run_path = _create_run_folder(output_dir, run_id, pipeline_toml, start_info, max_suffix)
+    pipeline_toml, max_run_suffix = tomli_w.dumps(pipeline.as_toml()), 1 if requires_exact_id else 999
+    run_path = _create_run_folder(output_dir, run_id, pipeline_toml, start_info, max_run_suffix)
     write_run_list(output_dir)
     return open_run(run_path, pipeline.stage_kinds)
 
@@ -188,12 +188,12 @@ def open_or_create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
 def replace_budget(run: Run, config: PipelineConfig) -> Run:
     """Return the run with the price of GPUs and the budget of `config`, which `claim_run` then saves; raise ConfigError
     if a value is not positive or there is a budget without a price."""
-    budget_values = {key: getattr(config, key) for key in BUDGET_KEYS}
-    new_config = run.pipeline.config.model_copy(update=budget_values)
+    budget_settings = {key: getattr(config, key) for key in BUDGET_KEYS}
+    new_config = run.pipeline.config.model_copy(update=budget_settings)
     if new_config == run.pipeline.config:
         return run
     parse_table(
-        PipelineConfig, without_none(budget_values), error_prefix=str(run.path / PIPELINE_FILE), key_prefix="pipeline"
+        PipelineConfig, without_none(budget_settings), error_prefix=str(run.path / PIPELINE_FILE), key_prefix="pipeline"
     )
     return replace(run, pipeline=replace(run.pipeline, config=new_config), has_unsaved_budget=True)
 
@@ -225,7 +225,7 @@ def record_flow_run(run: Run, flow_run_id: str) -> None:
     write_text(flow_runs_path / flow_run_id, run.id)
 
 
-def describe_removal(run: Run) -> str:
+def describe_run_removal(run: Run) -> str:
     """Return a warning if a run is below the temporary folder in which a process worker of Prefect starts a flow run
     and which it removes at the end; empty for a run in another folder, or if an artifact store keeps its results."""
     if run.pipeline.config.artifact_store or not any(map(_PREFECT_FOLDER_PATTERN.fullmatch, run.path.parts)):
@@ -280,8 +280,8 @@ def supersede_stage(stage_path: Path) -> None:
         return
     superseded_folder = stage_path.parent.parent / "superseded"
     superseded_folder.mkdir(exist_ok=True)
-    name_parts = [path.name.rpartition(".") for path in superseded_folder.iterdir()]
-    suffix = 1 + max((int(suffix) for name, _, suffix in name_parts if name == stage_path.name), default=0)
+    superseded_name_parts = [path.name.rpartition(".") for path in superseded_folder.iterdir()]
+    suffix = 1 + max((int(suffix) for name, _, suffix in superseded_name_parts if name == stage_path.name), default=0)
     os.rename(stage_path, superseded_folder / f"{stage_path.name}.{suffix}")
 
 
@@ -305,10 +305,10 @@ def create_writable_folder(folder: Path) -> Path:
 
 
 def _create_run_folder(
-    output_dir: Path, run_id: str, pipeline_toml: str, start_info: RunStartInfo, max_suffix: int
+    output_dir: Path, run_id: str, pipeline_toml: str, start_info: RunStartInfo, max_run_suffix: int
 ) -> Path:
     """Create the folder of a run atomically. If a run with the id `run_id` exists, append a number to the id; raise
-    `ConfigError` if the ids with all numbers up to `max_suffix` exist too."""
+    `ConfigError` if the ids with all numbers up to `max_run_suffix` exist too."""
     if not _RUN_ID_PATTERN.fullmatch(run_id):
         naming_rule_text = "must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
         raise ConfigError(f"run_id = {run_id!r} {naming_rule_text}")
@@ -319,16 +319,16 @@ def _create_run_folder(
             if time.time() - stale_folder.stat().st_mtime > _STALE_FOLDER_AGE_SECONDS:
                 shutil.rmtree(stale_folder, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="new-", dir=shared_folder, ignore_cleanup_errors=True) as folder:
-        new_folder = Path(folder) / "run"
-        (new_folder / "stages").mkdir(parents=True)
-        write_text(new_folder / PIPELINE_FILE, pipeline_toml)
-        for suffix in ("", *(f"-{number}" for number in range(2, max_suffix + 1))):
+        hidden_folder = Path(folder) / "run"
+        (hidden_folder / "stages").mkdir(parents=True)
+        write_text(hidden_folder / PIPELINE_FILE, pipeline_toml)
+        for suffix in ("", *(f"-{number}" for number in range(2, max_run_suffix + 1))):
             run_path = output_dir / f"{run_id}{suffix}"
             if run_path.exists():
                 continue
-            write_json(new_folder / "run.json", start_info.model_copy(update={"run_id": run_path.name}).model_dump())
+            write_json(hidden_folder / "run.json", start_info.model_copy(update={"run_id": run_path.name}).model_dump())
             try:
-                return new_folder.rename(run_path)
+                return hidden_folder.rename(run_path)
             except OSError as error:  # try the next name if another command has created a run of this name
                 if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
                     raise
@@ -362,8 +362,8 @@ def find_differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
     if start_info is None:
         resume_command = f"cosmos resume {shlex.quote(str(run_path))}"
         raise ConfigError(f"{run_path / 'run.json'} is damaged; continue the run as it is: {resume_command}")
-    new_values = _find_changed_values(pipeline, read_toml(run_path / PIPELINE_FILE))
-    return [key for key, value in new_values.items() if key not in start_info.fixed or start_info.fixed[key] != value]
+    new_settings = _find_changed_values(pipeline, read_toml(run_path / PIPELINE_FILE))
+    return [key for key, value in new_settings.items() if key not in start_info.fixed or start_info.fixed[key] != value]
 
 
 def _find_changed_values(pipeline: Pipeline, saved_settings: dict[str, Any]) -> dict[str, Any]:

@@ -153,11 +153,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def parse_documents(json_value_list: Any, document_class: type[JsonDocumentT]) -> list[JsonDocumentT]:
     """Return the values of a JSON list that match `document_class`, as instances of it; empty if it is no list."""
-    documents = []
+    valid_documents = []
     for json_value in json_value_list if isinstance(json_value_list, list) else ():
         with suppress(ValueError):
-            documents.append(document_class.model_validate(json_value))
-    return documents
+            valid_documents.append(document_class.model_validate(json_value))
+    return valid_documents
 
 
 def parse_json_objects(lines: Iterable[str]) -> list[dict[str, Any]]:
@@ -203,17 +203,17 @@ def replace_folder(target_folder: Path) -> Iterator[Path]:
                 with open(os.path.join(folder, file_name), "rb") as file:
                     os.fsync(file.fileno())
             sync_folder(Path(folder))
-        old_folder = target_folder.with_name(f".{target_folder.name}.{os.getpid()}.old")
+        replaced_folder = target_folder.with_name(f".{target_folder.name}.{os.getpid()}.old")
         if has_old_folder := target_folder.exists():
-            os.rename(target_folder, old_folder)
+            os.rename(target_folder, replaced_folder)
         try:
             os.rename(new_folder, target_folder)
         except OSError:
             if has_old_folder:
-                os.rename(old_folder, target_folder)
+                os.rename(replaced_folder, target_folder)
             raise
         sync_folder(target_folder.parent)
-        shutil.rmtree(old_folder, ignore_errors=True)
+        shutil.rmtree(replaced_folder, ignore_errors=True)
     except BaseException:
         shutil.rmtree(new_folder, ignore_errors=True)
         raise
@@ -302,8 +302,8 @@ def _remove_stale_folders(target_folder: Path) -> None:
     """Remove the temporary folders for `target_folder` that this process or a killed local process has created."""
     for folder in target_folder.parent.iterdir():
         name, _, pid = folder.stem.rpartition(".")
-        is_stale = pid.isdigit() and (int(pid) == os.getpid() or not Path(f"/proc/{int(pid)}").exists())
-        if name == f".{target_folder.name}" and _is_temporary_name(folder.name) and is_stale:
+        is_folder_stale = pid.isdigit() and (int(pid) == os.getpid() or not Path(f"/proc/{int(pid)}").exists())
+        if name == f".{target_folder.name}" and _is_temporary_name(folder.name) and is_folder_stale:
             shutil.rmtree(folder, ignore_errors=True)
 
 

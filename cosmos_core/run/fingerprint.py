@@ -30,9 +30,14 @@ from cosmos_core.registry import compute_code_digest
 from cosmos_core.run.content import list_data_files, list_model_files
 from cosmos_core.run.digests import DigestCache
 from cosmos_core.run.files import read_json_object
-from cosmos_core.run.inputs import GENERATOR_PACKAGE, check_local_inputs, deduplication_packages, kernel_packages
+from cosmos_core.run.inputs import (
+    GENERATOR_PACKAGE,
+    check_local_inputs,
+    list_dedup_packages,
+    list_kernel_packages,
+)
 from cosmos_core.run.libraries import QUANTIZATION_LIBRARIES, RECORDED_LIBRARIES
-from cosmos_core.types import StageKind, is_at_or_below
+from cosmos_core.types import StageKind, is_key_within
 
 COPIED_FILES_KEY = "carried"
 """Key in `Fingerprint.ingredients` for the files of a model that training does not read and that exports copy."""
@@ -62,12 +67,12 @@ class Fingerprint:
     def describe_difference(self, older_fingerprint: "Fingerprint") -> list[str]:
         """Return what differs from an older fingerprint: settings as `key old -> new`, inputs as `NAME changed`."""
         can_compare_inputs = bool(self.inputs and older_fingerprint.inputs)
-        old_values = flatten_nonempty_tables(older_fingerprint.ingredients)
-        new_values = flatten_nonempty_tables(self.ingredients)
+        old_ingredients = flatten_nonempty_tables(older_fingerprint.ingredients)
+        new_ingredients = flatten_nonempty_tables(self.ingredients)
         changes = []
-        for key in sorted({*old_values, *new_values}):
-            is_input_digest = key.partition(".")[0] in _INPUT_ROLES and not is_at_or_below(key, ("entry.arguments",))
-            old_value, new_value = old_values.get(key), new_values.get(key)
+        for key in sorted({*old_ingredients, *new_ingredients}):
+            is_input_digest = key.partition(".")[0] in _INPUT_ROLES and not is_key_within(key, ("entry.arguments",))
+            old_value, new_value = old_ingredients.get(key), new_ingredients.get(key)
             if old_value == new_value or (can_compare_inputs and is_input_digest):
                 continue
             is_stage_result = key.startswith("inputs.")
@@ -100,8 +105,8 @@ def compute_fingerprint(
     recipe, inputs = pipeline.recipes[stage.name], pipeline.inputs(stage)
     is_key_read = make_read_key_predicate(pipeline, stage)
     check_local_inputs(inputs)
-    relevant_inputs = [each for each in inputs if _input_affects_result(each, stage_kind, is_key_read)]
-    inputs_and_digests = [(each, _compute_input_digest(each, cache)) for each in relevant_inputs]
+    inputs_affecting_result = [each for each in inputs if _input_affects_result(each, stage_kind, is_key_read)]
+    inputs_and_digests = [(each, _compute_input_digest(each, cache)) for each in inputs_affecting_result]
     code_labels = _label_user_code(inputs, is_key_read)
     recipe_values = result_values(recipe) if stage.entry else _remove_media_paths(result_values(recipe))
     for name in {"judge", *(each.table for each in pipeline.stage_kinds.values() if each.table)} - {stage_kind.table}:
@@ -115,7 +120,7 @@ def compute_fingerprint(
         flat_recipe_values = flatten_nonempty_tables(_replace_import_paths(recipe_values, code_labels))
         hashed_settings = {key: value for key, value in flat_recipe_values.items() if is_key_read(key)}
     world_size = recipe.policy.parallelism.world_size if stage_kind.has_mesh else None
-    libraries = (*stage_kind.libraries, *(deduplication_packages(recipe) if stage_kind.reads_data == "source" else ()))
+    libraries = (*stage_kind.libraries, *(list_dedup_packages(recipe) if stage_kind.reads_data == "source" else ()))
     libraries += QUANTIZATION_LIBRARIES if is_key_read("export.formats") else ()
     libraries += recipe.policy.modality.evaluation_libraries if stage_kind.keys_by_modality else ()
     machine_properties = collect_stage_machine_properties(pipeline, has_several_ranks=(world_size or 1) > 1)
@@ -142,7 +147,7 @@ def compute_fingerprint(
         for each in inputs
     ):
         ingredients["generators"] = measure_worker_machine((GENERATOR_PACKAGE,), pipeline.config.python).versions
-    if stage_kind.trains_model and (packages := kernel_packages(recipe)):
+    if stage_kind.trains_model and (packages := list_kernel_packages(recipe)):
         ingredients["kernels"] = measure_worker_machine(tuple(packages), pipeline.config.python).versions
     ingredients = json.loads(json.dumps(ingredients, sort_keys=True, default=str))
     input_entries = tuple(_make_input_entry(*each) for each in inputs_and_digests)
@@ -213,9 +218,9 @@ def _group_digests_by_role(inputs: Sequence[tuple[StageInput, Any]], code_labels
         elif stage_input.role in {"code", "reward"}:
             ingredients.setdefault("code", {})[code_labels[stage_input.location]] = digest
         elif stage_input.location_type == "code" or stage_input.role in {"rewards", "weights"}:
-            key_by_role = {"rewards": stage_input.key, "weights": Path(stage_input.location).name}
+            ingredient_key_by_role = {"rewards": stage_input.key, "weights": Path(stage_input.location).name}
             ingredients.setdefault(stage_input.role, {})[
-                key_by_role.get(stage_input.role, stage_input.location.rpartition(":")[2])
+                ingredient_key_by_role.get(stage_input.role, stage_input.location.rpartition(":")[2])
             ] = digest
         else:
             ingredients[stage_input.role] = digest
@@ -228,30 +233,30 @@ def _hash_ingredients(ingredients: Mapping[str, Any]) -> str:
 
 def _collect_stage_keys(stage: StageConfig, stage_kind: StageKind) -> dict[str, Any]:
     """Return the values of a stage's `[[pipeline.stages]]` entry, outside of its recipe, that change its result."""
-    value_by_key: dict[str, Any] = {}
+    stage_fields: dict[str, Any] = {}
     if stage_kind.merges_models:  # keep the order of the models, to which merge weights refer
-        value_by_key["after"] = list(stage.after)
+        stage_fields["after"] = list(stage.after)
     for key in ("checkpoint", "format", "require", "confidence"):
         if value := getattr(stage, key):
-            value_by_key[key] = list(value) if isinstance(value, tuple) else value
+            stage_fields[key] = list(value) if isinstance(value, tuple) else value
     if stage.sweep is not None:
         branch_stage_names = [list(sweep_branch.stages) for sweep_branch in stage.sweep.branches]
-        value_by_key["sweep"] = {"metric": stage.sweep.metric, "mode": stage.sweep.mode, "branches": branch_stage_names}
-    return value_by_key
+        stage_fields["sweep"] = {"metric": stage.sweep.metric, "mode": stage.sweep.mode, "branches": branch_stage_names}
+    return stage_fields
 
 
 def make_read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
     """Return a function that is True for each recipe key that the stage's kind reads and that no setting disables."""
     stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
-    ignored_keys = [key for _, keys in disabled_keys(pipeline, stage) for key in keys]
+    unread_keys = [key for _, keys in disabled_keys(pipeline, stage) for key in keys]
 
     def is_key_read(key: str) -> bool:
-        return stage_kind.reads_key(key) and not is_at_or_below(key, ignored_keys)
+        return stage_kind.reads_key(key) and not is_key_within(key, unread_keys)
 
     inputs = pipeline.inputs(stage)
     if is_key_read("custom") and not stage.entry and not _label_user_code(inputs, is_key_read):
         rewards = {each.location for each in inputs if each.role == "reward" and _computes_rewards(each, stage_kind)}
-        ignored_keys += [f"custom.{name}" for name in recipe.custom.keys() - {*_BUILTIN_CUSTOM_TABLES, *rewards}]
+        unread_keys += [f"custom.{name}" for name in recipe.custom.keys() - {*_BUILTIN_CUSTOM_TABLES, *rewards}]
     return is_key_read
 
 
@@ -283,20 +288,20 @@ def _label_user_code(inputs: Sequence[StageInput], is_key_read: Callable[[str], 
     whole paths are used."""
     code_inputs = [each for each in inputs if each.role in {"code", "reward"} and each.location_type == "code"]
     import_paths = sorted({each.location for each in code_inputs if is_key_read(each.key)})
-    base_names = [import_path.rpartition("/")[2] for import_path in import_paths]
-    return dict(zip(import_paths, base_names if len(set(base_names)) == len(base_names) else import_paths, strict=True))
+    code_names = [import_path.rpartition("/")[2] for import_path in import_paths]
+    return dict(zip(import_paths, code_names if len(set(code_names)) == len(code_names) else import_paths, strict=True))
 
 
-def _replace_import_paths(nested_value: Any, code_labels: Mapping[str, str]) -> Any:
+def _replace_import_paths(recipe_value: Any, code_labels: Mapping[str, str]) -> Any:
     """Return nested values in which each import path of user code, a key or a value, is replaced by its label in
     `code_labels`."""
-    if isinstance(nested_value, str):
-        return code_labels.get(nested_value, nested_value)
-    if isinstance(nested_value, list):
-        return [_replace_import_paths(value, code_labels) for value in nested_value]
-    if not isinstance(nested_value, dict):
-        return nested_value
-    return {code_labels.get(key, key): _replace_import_paths(value, code_labels) for key, value in nested_value.items()}
+    if isinstance(recipe_value, str):
+        return code_labels.get(recipe_value, recipe_value)
+    if isinstance(recipe_value, list):
+        return [_replace_import_paths(value, code_labels) for value in recipe_value]
+    if not isinstance(recipe_value, dict):
+        return recipe_value
+    return {code_labels.get(key, key): _replace_import_paths(value, code_labels) for key, value in recipe_value.items()}
 
 
 def _shorten_value(setting_value: Any) -> str:

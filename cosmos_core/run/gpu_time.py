@@ -26,14 +26,14 @@ def record_gpu_time(stage_path: Path, num_gpus: int) -> Iterator[None]:
     if not num_gpus:
         yield
         return
-    earlier_intervals = read_gpu_intervals(stage_path)
+    saved_gpu_intervals = read_gpu_intervals(stage_path)
     gpu_interval = GpuInterval(attempt=read_state(stage_path).attempt + 1, gpus=num_gpus, begin=time.time())
-    update_state(stage_path, holds=[*earlier_intervals, gpu_interval])
+    update_state(stage_path, holds=[*saved_gpu_intervals, gpu_interval])
     try:
         yield
     finally:
         with warn_if_disk_full(f"the time for which {stage_path.name} held GPUs"):
-            update_state(stage_path, holds=[*earlier_intervals, gpu_interval.model_copy(update={"end": time.time()})])
+            update_state(stage_path, holds=[*saved_gpu_intervals, gpu_interval.model_copy(update={"end": time.time()})])
 
 
 def read_gpu_intervals(stage_path: Path) -> list[GpuInterval]:
@@ -77,9 +77,9 @@ def add_gpu_time_to_result(stage_path: Path) -> Result:
     ]
     result["gpu_seconds"] = sum(attempt_entry["gpu_seconds"] for attempt_entry in result["attempts"])
     with warn_if_disk_full(f"the GPU seconds of {stage_path.name}"):
-        file_mode = result_path.stat().st_mode
+        result_file_mode = result_path.stat().st_mode
         write_json(result_path, result)
-        result_path.chmod(file_mode)  # keep the file private if the worker made it so
+        result_path.chmod(result_file_mode)  # keep the file private if the worker made it so
     return result
 
 

@@ -97,18 +97,18 @@ def call_with_timeout(timeout_seconds: float, function: Callable[[], Any]) -> An
 
 def _make_unknown_commit_error(repository: Repository, failure_reason: str) -> CosmosError:
     repo_type, repo_name, revision = repository
-    error_class, repo_label = (ModelError, "model") if repo_type == "model" else (DataError, "data set")
+    error_class, repo_kind = (ModelError, "model") if repo_type == "model" else (DataError, "data set")
     return error_class(
-        f"the {repo_label} {repo_name!r}: no folder here, and which commit {revision!r} is on the Hub cannot be found "
+        f"the {repo_kind} {repo_name!r}: no folder here, and which commit {revision!r} is on the Hub cannot be found "
         f"out: {' '.join(failure_reason.split())}; check the name, download it, or write the commit as its revision"
     )
 
 
 def replace_setting(settings: Any, dotted_key: str, new_value: Any) -> Any:
     """Return a copy of nested settings with a new value at a dotted key, in which numbers are indices of lists."""
-    field_name, _, nested_key = dotted_key.partition(".")
+    field_name, _, subkey = dotted_key.partition(".")
     if isinstance(settings, tuple):
         i = int(field_name)
-        return (*settings[:i], replace_setting(settings[i], nested_key, new_value), *settings[i + 1 :])
-    field_value = replace_setting(getattr(settings, field_name), nested_key, new_value) if nested_key else new_value
+        return (*settings[:i], replace_setting(settings[i], subkey, new_value), *settings[i + 1 :])
+    field_value = replace_setting(getattr(settings, field_name), subkey, new_value) if subkey else new_value
     return settings.model_copy(update={field_name: field_value})

@@ -36,7 +36,7 @@ _PACKAGE_REQUIRING_KEYS = ("evaluate.tasks", "sample.endpoint", _NEAR_DUPLICATES
 """Recipe keys that require an optional package, but only in stages of a kind that reads the key."""
 _ADAPTER_SETTINGS_FILES = ("adapter_config.json", "model.safetensors", "pytorch_lora_weights.safetensors")
 """Files with the settings of an adapter: that of PEFT, or the weights of a diffusion model's adapter."""
-_EXTRA_BY_PACKAGE = {"datasketch": "clean", "lm-eval": "eval", "mlflow-skinny": "mlflow"}
+_PIP_EXTRA_BY_PACKAGE = {"datasketch": "clean", "lm-eval": "eval", "mlflow-skinny": "mlflow"}
 """Extra of this project that installs an optional package, if its name differs from the name of the package."""
 
 
@@ -58,18 +58,18 @@ def check_inputs(pipeline: Pipeline) -> None:
                 if stage_input.role == "reward" and (stage_kind.scores or stage_input.key == EVALUATION_REWARDS_KEY):
                     _check_reward(stage_input)
             if stage.entry:
-                _check_arguments(stage)
+                _check_stage_arguments(stage)
             if stage_kind.trains_model:
                 if recipe.policy.enable_liger_kernel and measure_worker_machine(may_use_ray=True).device == "cpu":
                     problem_text = "these kernels need an NVIDIA GPU, and this machine has none"
                     raise ConfigError(f"policy.enable_liger_kernel = true: {problem_text}; leave it out")
                 if not stage.work_pool:  # a stage on a work pool uses the compiler of its machine, which checks it
                     _check_compiler(recipe, pipeline.config.python)
-            unused_packages = {} if stage_kind.trains_model else kernel_packages(recipe)
+            unused_packages = {} if stage_kind.trains_model else list_kernel_packages(recipe)
             for package, key in _list_required_packages(recipe).items():
                 is_key_used = key not in _PACKAGE_REQUIRING_KEYS or stage_kind.reads_key(key)
                 if is_key_used and package in missing_packages and package not in unused_packages:
-                    extra_name = _EXTRA_BY_PACKAGE.get(package, package)
+                    extra_name = _PIP_EXTRA_BY_PACKAGE.get(package, package)
                     remedy_text = f"pip install 'cosmos-posttrain[{extra_name}]' or leave it out"
                     raise ConfigError(f"{key}: the package {package} is not installed; {remedy_text}")
         except (ConfigError, DataError, ModelError, RewardError) as error:
@@ -151,7 +151,7 @@ def _check_code_location(stage_input: StageInput, error_class: type[CosmosError]
         raise error_class(f"{stage_input.key}: {error}") from error
 
 
-def _check_arguments(stage: StageConfig) -> None:
+def _check_stage_arguments(stage: StageConfig) -> None:
     if (signature := read_signature(stage.entry)) is None:
         return
     try:
@@ -160,13 +160,13 @@ def _check_arguments(stage: StageConfig) -> None:
         raise ConfigError(f"arguments do not fit {stage.entry}: {error}") from error
 
 
-def deduplication_packages(recipe: Recipe) -> tuple[str, ...]:
+def list_dedup_packages(recipe: Recipe) -> tuple[str, ...]:
     """Return the packages that removing near-duplicate rows requires; empty if the recipe does not remove them."""
     cleaning_config = recipe.train.train_policy.clean
     return ("datasketch",) if cleaning_config and cleaning_config.near_duplicates else ()
 
 
-def kernel_packages(recipe: Recipe) -> dict[str, str]:
+def list_kernel_packages(recipe: Recipe) -> dict[str, str]:
     """Return the packages that provide the kernels of a training, each with the setting that selects it."""
     train_config, setting_by_package = recipe.train, {}
     if train_config.optm_name.endswith("8bit"):
@@ -186,7 +186,7 @@ def _list_required_packages(recipe: Recipe) -> dict[str, str]:
         setting_by_package["lm-eval"] = "evaluate.tasks"
     if recipe.sample.endpoint:
         setting_by_package["openai"] = "sample.endpoint"
-    if deduplication_packages(recipe):
+    if list_dedup_packages(recipe):
         setting_by_package["datasketch"] = _NEAR_DUPLICATES_KEY
     if recipe.uses_judge:
         setting_by_package["openai"] = "the reward judge"
@@ -195,7 +195,7 @@ def _list_required_packages(recipe: Recipe) -> dict[str, str]:
             setting_by_package[GENERATOR_PACKAGE] = f"{key}.name = {dataset.name!r}"
     if REASONING_GYM_REWARD in {*recipe.train.train_policy.rewards, *recipe.validation.reward_function}:
         setting_by_package.setdefault(GENERATOR_PACKAGE, f"the reward {REASONING_GYM_REWARD}")
-    return setting_by_package | kernel_packages(recipe)
+    return setting_by_package | list_kernel_packages(recipe)
 
 
 def _check_compiler(recipe: Recipe, python_path: str) -> None:

@@ -102,7 +102,7 @@ def collect_lineage(stage_path: Path) -> list[LineageEntry]:
         name, kind_name = result["name"], result["kind"]
         lineage.append(LineageEntry(depth, name, kind_name, result["digest"], run_label, content_status, gpu_seconds))
         for source in parse_documents(result.get("sources"), ExternalSource):
-            name, source_status = Path(source.name).name, _check_source(source)
+            name, source_status = Path(source.name).name, _get_source_status(source)
             lineage.append(LineageEntry(depth + 1, name, source.kind, source.digest, source.name, source_status))
         for name, input_record in reversed(result["inputs"].items()):
             upstream_result = read_result(path.parent / name)
@@ -115,7 +115,7 @@ def collect_lineage(stage_path: Path) -> list[LineageEntry]:
     return lineage
 
 
-def _check_source(source: ExternalSource) -> str:
+def _get_source_status(source: ExternalSource) -> str:
     """Return the status of an external model or data set, as in `LineageEntry.status`. A folder is not hashed again,
     because the stage read only some of its files."""
     path = Path(source.name)
@@ -129,17 +129,17 @@ def find_model_origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
     data sets, with `base_model` and `revision` of the external model, or with `made_by`, the user function that created
     the first model."""
     dataset_names: dict[str, None] = {}
-    pending_stages, seen_names = [stage], set()
+    pending_stages, seen_stages = [stage], set()
     while pending_stages:
         current_stage = pending_stages.pop(0)
-        seen_names.add(current_stage.name)
+        seen_stages.add(current_stage.name)
         dataset_names |= dict.fromkeys(_list_dataset_names(pipeline, current_stage))
         input_names = [*map(referenced_stage, (pipeline.initial_model(current_stage), current_stage.data))]
         if pipeline.stage_kind(current_stage).merges_models:
             # A merged model has learned from the rows of all models in `after`, so visit the stages of all of them.
             merged_stages = map(pipeline.stage, current_stage.after)
             input_names += [each.name for each in merged_stages if pipeline.stage_kind(each).makes in {"", "model"}]
-        pending_stages += [pipeline.stage(name) for name in input_names if name is not None and name not in seen_names]
+        pending_stages += [pipeline.stage(name) for name in input_names if name is not None and name not in seen_stages]
     while (name := referenced_stage(pipeline.initial_model(stage))) is not None:
         stage = pipeline.stage(name)
     model_input = next((stage_input for stage_input in pipeline.inputs(stage) if stage_input.role == "model"), None)
@@ -161,13 +161,13 @@ def strip_local_path(name: str) -> str:
 def describe_base_model(stage: Stage) -> str:
     """Return a name of a training's base model without local paths: a Hub id, `RUN/STAGE`, or the name of a folder with
     the digest of its files."""
-    source_name = stage.config.model or stage.recipe.policy.model_name_or_path
-    if (upstream_name := referenced_stage(source_name)) is not None:
+    initial_model = stage.config.model or stage.recipe.policy.model_name_or_path
+    if (upstream_name := referenced_stage(initial_model)) is not None:
         return f"{stage.run_path.name}/{upstream_name}"
     # If the stage read several models, take the digest of the first one.
     digest = {source.kind: source.digest for source in reversed(stage.sources)}.get("model", "")
-    name = strip_local_path(source_name)
-    return name if name in {source_name, ""} or not digest or "/" in name else f"{name} (sha256 {digest[:12]})"
+    name = strip_local_path(initial_model)
+    return name if name in {initial_model, ""} or not digest or "/" in name else f"{name} (sha256 {digest[:12]})"
 
 
 def _list_dataset_names(pipeline: Pipeline, stage: StageConfig) -> list[str]:

@@ -167,5 +167,5 @@ def is_stage_dead(stage_state: StageState, current_time: float) -> bool:
         return False
     if stage_state.launcher_pid is not None and stage_state.is_local:
         return has_lost_launcher(stage_state) and not is_alive(stage_state.pid, stage_state.pid_started)
-    is_unfinished = bool(stage_state.spans) and stage_state.spans[-1][1] is None
-    return is_unfinished and stage_state.renewed is not None and current_time - stage_state.renewed > LEASE_SECONDS
+    is_attempt_running = bool(stage_state.spans) and stage_state.spans[-1][1] is None
+    return is_attempt_running and stage_state.renewed is not None and current_time - stage_state.renewed > LEASE_SECONDS

@@ -98,19 +98,19 @@ def commit_manifest(
         json.dumps(info)
     except TypeError as error:
         raise ConfigError(f"stage {name!r} returned info that cannot be kept: {error}; use TOML types") from error
-    relative_paths = [_find_relative_path(stage_path, output) for output in outputs]
-    for output, relative_path in zip(outputs, relative_paths, strict=True):
+    output_subpaths = [_find_relative_path(stage_path, output) for output in outputs]
+    for output, relative_path in zip(outputs, output_subpaths, strict=True):
         if not relative_path:  # raise the error now, before links below any of the outputs are replaced
             raise ConfigError(f"stage {name!r} named the output {str(output)!r}, which is not below {stage_path}")
     for path_text in (text for key in ("model", "data") if isinstance(text := info.get(key), str) and text):
         # Other stages read this path with `stage:NAME`, so list it as an output even if the user's code does not.
         relative_path = _find_relative_path(stage_path, path_text)
-        is_in_output = any(Path(relative_path).is_relative_to(each) for each in relative_paths)
+        is_in_output = any(Path(relative_path).is_relative_to(each) for each in output_subpaths)
         if relative_path and not is_in_output and os.path.exists(stage_path / relative_path):
-            relative_paths = [each for each in relative_paths if not Path(each).is_relative_to(relative_path)]
-            relative_paths.append(relative_path)
+            output_subpaths = [each for each in output_subpaths if not Path(each).is_relative_to(relative_path)]
+            output_subpaths.append(relative_path)
     output_records = []
-    for relative_path in relative_paths:
+    for relative_path in output_subpaths:
         output_path = stage_path / relative_path
         if not output_path.exists():
             raise StageFailed(f"stage {name!r} named the output {relative_path!r} but did not write it")
@@ -164,12 +164,12 @@ def find_output_damage(stage_path: Path, result: Result, *, ignores_cache: bool 
             return f"{file_record['path']} is gone"
         if file_stat.st_size != file_record["size"]:
             return f"{file_record['path']} has {file_stat.st_size} bytes instead of {file_record['size']}"
-        is_unmodified = file_stat.st_mtime_ns == file_record["mtime_ns"] and file_stat.st_ino == file_record["inode"]
-        if is_unmodified and not ignores_cache:
+        is_file_intact = file_stat.st_mtime_ns == file_record["mtime_ns"] and file_stat.st_ino == file_record["inode"]
+        if is_file_intact and not ignores_cache:
             continue
         if sha256(file) != file_record["sha256"]:
             return f"{file_record['path']} was altered"
-        if not is_unmodified:
+        if not is_file_intact:
             file_record.update(mtime_ns=file_stat.st_mtime_ns, inode=file_stat.st_ino)
             has_changed_records = True
     if compute_result_digest(result) != result["digest"]:
@@ -225,9 +225,9 @@ def _replace_folder_links(stage_path: Path, output_path: Path) -> None:
         folder_link.unlink()
         folder_link.mkdir()
         for file in list_files_below(folder):
-            file_link = folder_link / file.relative_to(folder)
-            file_link.parent.mkdir(parents=True, exist_ok=True)
-            file_link.symlink_to(file)
+            linked_file = folder_link / file.relative_to(folder)
+            linked_file.parent.mkdir(parents=True, exist_ok=True)
+            linked_file.symlink_to(file)
 
 
 def _make_file_record(stage_path: Path, file: Path) -> dict[str, Any]:

@@ -36,9 +36,9 @@ class PairedDifferences:
         paired Student's t-test. Raises `ConfigError` if SciPy is not installed."""
         stats = _import_scipy_stats()
         if self.has_binary_metric and not margin:
-            num_better = sum(difference > 0 for difference in self.item_differences)
-            num_unequal = sum(difference != 0 for difference in self.item_differences)
-            return float(stats.binomtest(num_better, num_unequal, alternative="greater").pvalue) if num_unequal else 1.0
+            num_wins = sum(difference > 0 for difference in self.item_differences)
+            num_non_ties = sum(difference != 0 for difference in self.item_differences)
+            return float(stats.binomtest(num_wins, num_non_ties, alternative="greater").pvalue) if num_non_ties else 1.0
         return float(stats.ttest_1samp(self._nonconstant_differences, margin, alternative="greater").pvalue)
 
     def summarize(self, confidence: float) -> dict[str, Any]:
@@ -68,16 +68,17 @@ def correct_p_values(p_values: Sequence[float]) -> list[float]:
     """Return the p-values of several tests after Holm's correction: if all tests with a corrected value of at most 0.05
     are rejected, the probability of any false rejection is at most 5 %."""
     corrected_p_values, largest_p_value = [1.0] * len(p_values), 0.0
-    for rank, test_index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest_p_value = max(largest_p_value, min(1.0, (len(p_values) - rank) * p_values[test_index]))
-        corrected_p_values[test_index] = largest_p_value
+    for rank, p_value_index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest_p_value = max(largest_p_value, min(1.0, (len(p_values) - rank) * p_values[p_value_index]))
+        corrected_p_values[p_value_index] = largest_p_value
     return corrected_p_values
 
 
-def compute_sample_size(num_items: int, detectable_difference: float, difference: float) -> int | None:
-    """Return the number of items that a test needs to detect `difference` with a power of 80 %. A test of `num_items`
-    items detects `detectable_difference` with this power. Return None if `difference` is not positive."""
-    return math.ceil(num_items * (detectable_difference / difference) ** 2 - 1e-9) if difference > 0 else None
+def compute_sample_size(num_items: int, detectable_difference: float, true_difference: float) -> int | None:
+    """Return the number of items that a test needs to detect `true_difference` with a power of 80 %. A test of
+    `num_items` items detects `detectable_difference` with this power. Return None if `true_difference` is not
+    positive."""
+    return math.ceil(num_items * (detectable_difference / true_difference) ** 2 - 1e-9) if true_difference > 0 else None
 
 
 def find_published_item_folders(
@@ -105,10 +106,10 @@ def compute_detectable_effect(metric: str, value: float, folder: Path, confidenc
     return num_items, _compute_detection_factor(confidence) * stddev * math.sqrt(2 / num_items)
 
 
-def compare_items(metric: str, new_folder: Path, old_folder: Path) -> PairedDifferences | None:
+def compare_items(metric: str, measured_folder: Path, published_folder: Path) -> PairedDifferences | None:
     """Return the differences per item of the metric `evaluation/TASK/METRIC` between the evaluations in two stage
     directories; None if an evaluation kept no items, or if the items differ."""
-    item_values = [_read_item_values(metric, folder / ITEMS_FILE) for folder in (new_folder, old_folder)]
+    item_values = [_read_item_values(metric, folder / ITEMS_FILE) for folder in (measured_folder, published_folder)]
     if len(item_values[0]) < 2 or item_values[0].keys() != item_values[1].keys():
         return None
     item_differences = tuple(item_values[0][item] - item_values[1][item] for item in item_values[0])
@@ -123,8 +124,8 @@ def _read_item_values(metric: str, items_file: Path) -> dict[tuple[int, str], fl
     import pyarrow.parquet as pq
 
     # Try each slash as the separator, because the name of a task or of a metric may itself contain slashes.
-    name_parts, columns = item_metric.split("/"), pq.read_schema(items_file).names
-    task_metric_pairs = [("/".join(name_parts[:i]), "/".join(name_parts[i:])) for i in range(1, len(name_parts))]
+    metric_parts, columns = item_metric.split("/"), pq.read_schema(items_file).names
+    task_metric_pairs = [("/".join(metric_parts[:i]), "/".join(metric_parts[i:])) for i in range(1, len(metric_parts))]
     task_name, metric_column = next((each for each in task_metric_pairs if each[1] in columns), ("", ""))
     if not task_name:
         return {}

@@ -34,7 +34,7 @@ class StageDecision:
     result: Result | None = None
 
 
-def fingerprint_folder(output_dir: Path, fingerprint_value: str) -> Path:
+def get_reuse_folder(output_dir: Path, fingerprint_value: str) -> Path:
     """Return the folder with an entry for each finished stage that has this fingerprint. A stage that makes such a
     result locks a file in the folder."""
     return output_dir / SHARED_FOLDER / "fingerprints" / fingerprint_value
@@ -44,9 +44,9 @@ def register_result(output_dir: Path, stage_path: Path, fingerprint_value: str) 
     """Save an entry for a finished stage under its fingerprint. Other runs find the result by this entry; without it
     they would run the stage again."""
     relative_path = stage_path.relative_to(output_dir)
-    entry_file = fingerprint_folder(output_dir, fingerprint_value) / f"{relative_path.parts[0]}.{stage_path.name}.json"
-    entry_file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(entry_file, {"stage": str(relative_path)}, fsync=False)
+    reuse_entry = get_reuse_folder(output_dir, fingerprint_value) / f"{relative_path.parts[0]}.{stage_path.name}.json"
+    reuse_entry.parent.mkdir(parents=True, exist_ok=True)
+    write_json(reuse_entry, {"stage": str(relative_path)}, fsync=False)
 
 
 def decide_reuse(
@@ -55,9 +55,9 @@ def decide_reuse(
     """Return the decision whether a stage reuses the result of a finished stage with the same fingerprint; None if no
     stage has finished with this fingerprint. `stage_path` is the directory of the stage in its run (None: the run does
     not exist yet)."""
-    entry_files = sorted(fingerprint_folder(output_dir, expected_fingerprint.value).glob("*.json"), reverse=True)
+    reuse_entries = sorted(get_reuse_folder(output_dir, expected_fingerprint.value).glob("*.json"), reverse=True)
     # Use generators, so that the entries of other runs, of which there may be hundreds, are read only if needed.
-    stage_names = (entry.get("stage") for entry in map(read_json_object, entry_files))
+    stage_names = (entry.get("stage") for entry in map(read_json_object, reuse_entries))
     registered_stage_paths = (output_dir / name for name in stage_names if isinstance(name, str))
     stage_paths_in_run, damage_text = [] if stage_path is None else [stage_path], ""
     for path in chain(stage_paths_in_run, (path for path in registered_stage_paths if path != stage_path)):
@@ -166,18 +166,18 @@ def _parse_fingerprint(saved_fields: Any) -> Fingerprint | None:
     if not isinstance(saved_fields, dict) or not isinstance(saved_fields.get("ingredients"), dict):
         return None
     saved_inputs = saved_fields.get("inputs")  # None for a run of an earlier version, which saved no list of inputs
-    listed_inputs = [each for each in saved_inputs if isinstance(each, list)] if isinstance(saved_inputs, list) else []
-    valid_inputs = [each for each in listed_inputs if len(each) == 4]
-    input_entries = tuple((str(role), str(key), str(name), str(digest)) for role, key, name, digest in valid_inputs)
+    input_lists = [each for each in saved_inputs if isinstance(each, list)] if isinstance(saved_inputs, list) else []
+    input_quadruples = [each for each in input_lists if len(each) == 4]
+    input_entries = tuple((str(role), str(key), str(name), str(digest)) for role, key, name, digest in input_quadruples)
     return Fingerprint(str(saved_fields.get("value")), saved_fields["ingredients"], input_entries)
 
 
 def _read_saved_fingerprints(output_dir: Path, pipeline_name: str, stage: str) -> dict[str, tuple[Fingerprint, str]]:
     """Return the fingerprint and the work pool of a stage in each of the newest runs of a pipeline that ran the stage,
     by run id, newest first."""
-    run_entries = read_json(output_dir / RUNS_FILE)
+    run_list_entries = read_json(output_dir / RUNS_FILE)
     fingerprints: dict[str, tuple[Fingerprint, str]] = {}
-    for run in reversed(run_entries if isinstance(run_entries, list) else []):
+    for run in reversed(run_list_entries if isinstance(run_list_entries, list) else []):
         if not isinstance(run, dict) or run.get("pipeline") != pipeline_name or len(fingerprints) == _MAX_COMPARED_RUNS:
             continue
         saved_values = read_json_object(output_dir / str(run.get("run_id")) / "stages" / stage / FINGERPRINT_FILE)

@@ -187,11 +187,11 @@ class MetricsReader:
 
     def update(self) -> list[dict[str, Any]]:
         """Return all lines of metrics that were written so far; skip truncated lines and lines without a step."""
-        new_lines = self._metrics_tail.read_lines()
+        new_metric_lines = self._metrics_tail.read_lines()
         if self._metrics_tail.was_replaced:
             # When training resumes, `remove_lines_after_step` replaces the file, so all its lines are read again.
             self.lines = []
-        self.lines += [line for line in parse_json_objects(new_lines) if has_step(line)]
+        self.lines += [line for line in parse_json_objects(new_metric_lines) if has_step(line)]
         return self.lines
 
 

@@ -69,10 +69,10 @@ def download_inputs(
     if not urls:
         return stage, recipe
     downloads_folder = output_dir.expanduser().absolute() / SHARED_FOLDER / DOWNLOADS_FOLDER
-    local_paths = {url: str(download_pinned_url(url, downloads_folder, on_file_start)) for url in sorted(urls)}
+    local_path_by_url = {url: str(download_pinned_url(url, downloads_folder, on_file_start)) for url in sorted(urls)}
 
     def to_local_path(reference_kind: ReferenceKind, reference: str) -> str:
-        return local_paths.get(reference, reference)
+        return local_path_by_url.get(reference, reference)
 
     return convert_references(stage, to_local_path), convert_references(recipe, to_local_path)
 
@@ -89,21 +89,21 @@ def download_pinned_url(url: str, downloads_folder: Path, on_file_start: Callabl
     objects. Without a digest in the URL, its present content is used. For errors see `download_inputs`."""
     pinned_url = url if _URL_PIN_PATTERN.search(url) else append_content_digest(url)
     unpinned_url, _, digest = pinned_url.rpartition("#")
-    local_folder = downloads_folder / digest
+    download_folder = downloads_folder / digest
     object_name = split_s3_url(unpinned_url)[1].rpartition("/")[2]
-    partial_folder = local_folder.with_name(local_folder.name + PARTIAL_DOWNLOAD_SUFFIX)
-    with FileLock(downloads_folder / f"{local_folder.name}.lock") as lock:
+    partial_folder = download_folder.with_name(download_folder.name + PARTIAL_DOWNLOAD_SUFFIX)
+    with FileLock(downloads_folder / f"{download_folder.name}.lock") as lock:
         lock.acquire(on_poll=on_file_start)
-        if not local_folder.is_dir():
+        if not download_folder.is_dir():
             with translate_errors(unpinned_url, DataError):
                 stored_objects = _list_objects(unpinned_url)
-                if _compute_content_digest(unpinned_url, stored_objects) != local_folder.name:
+                if _compute_content_digest(unpinned_url, stored_objects) != download_folder.name:
                     raise DataError(f"{unpinned_url} was changed since the run began; start a new run")
                 _download_objects(unpinned_url, stored_objects, partial_folder, on_file_start)
-            os.rename(partial_folder, local_folder)
-    downloaded_file = local_folder / object_name
-    entry_names = [path.name for path in local_folder.iterdir() if not path.match(".*.tmp")]
-    return downloaded_file if entry_names == [object_name] and downloaded_file.is_file() else local_folder
+            os.rename(partial_folder, download_folder)
+    downloaded_file = download_folder / object_name
+    downloaded_names = [path.name for path in download_folder.iterdir() if not path.match(".*.tmp")]
+    return downloaded_file if downloaded_names == [object_name] and downloaded_file.is_file() else download_folder
 
 
 def _resolve_latest_pointer(url: str) -> str:
@@ -116,10 +116,10 @@ def _resolve_latest_pointer(url: str) -> str:
     if latest_pointer_bytes is None:
         return url.rstrip("/")
     [latest_pointer] = parse_json_objects([latest_pointer_bytes.decode(errors="replace")]) or [{}]
-    version_name = latest_pointer.get("version")
-    if not version_name or not isinstance(version_name, str):
+    latest_version_name = latest_pointer.get("version")
+    if not latest_version_name or not isinstance(latest_version_name, str):
         raise DataError(f"{parent_url}/{_LATEST_FOLDER}.json is damaged; publish again, or name a version")
-    return f"{parent_url}/{version_name}"
+    return f"{parent_url}/{latest_version_name}"
 
 
 def _list_objects(url: str) -> list[StoredObject]:
@@ -151,8 +151,8 @@ def _download_objects(url: str, objects: list[StoredObject], folder: Path, on_fi
     for temporary_file in folder.rglob(".*.tmp"):  # remove files of killed processes, as the caller holds the lock
         temporary_file.unlink()
     files = [(each, folder / _get_relative_path(url, each)) for each in objects]
-    missing_files = [(each, path) for each, path in files if not path.is_file() or path.stat().st_size != each.size]
-    total_bytes = sum(each.size for each, _ in missing_files)
+    missing_objects = [(each, path) for each, path in files if not path.is_file() or path.stat().st_size != each.size]
+    total_bytes = sum(each.size for each, _ in missing_objects)
     if total_bytes > shutil.disk_usage(folder).free:
         raise DataError(f"{url} has {total_bytes} bytes, more than are free in {folder.parent}; make room")
 
@@ -160,4 +160,4 @@ def _download_objects(url: str, objects: list[StoredObject], folder: Path, on_fi
         on_file_start()
         bucket.download(stored_object.key, path, stored_object.etag)
 
-    thread_map(download, missing_files, _MAX_PARALLEL_FILES, "fetch")
+    thread_map(download, missing_objects, _MAX_PARALLEL_FILES, "fetch")

@@ -45,8 +45,8 @@ def compute_retrain_digest(pipeline: Pipeline, initial_model: str = "published")
     for stage in pipeline.stages:
         if not pipeline.stage_kind(stage).is_reusable:
             # Gates and uploads have no fingerprint, so hash their settings instead.
-            optional_keys = {"format"} if stage.format else set()
-            hash_input_by_stage[stage.name] = stage.model_dump(mode="json", include=_PUBLICATION_KEYS | optional_keys)
+            format_keys = {"format"} if stage.format else set()
+            hash_input_by_stage[stage.name] = stage.model_dump(mode="json", include=_PUBLICATION_KEYS | format_keys)
             continue
         ingredients = compute_fingerprint(pipeline, stage, pipeline.stage_kind(stage), {}, digest_cache).ingredients
         ingredients["config"].pop(_MODEL_REVISION_KEY, None)
@@ -70,8 +70,8 @@ def locate_retrain_state(pipeline: Pipeline, overrides: Sequence[str], initial_m
     """Return the state file of the retrainings of a pipeline; `initial_model` is `published` or `base`. The name of the
     file depends on the path of the config as the user wrote it, not as an absolute path: a deployment may unpack its
     files into a new folder for each flow run."""
-    identity_json = json.dumps([pipeline.config.name, str(pipeline.source_path), list(overrides), initial_model])
-    file_name_hash = hashlib.sha256(identity_json.encode()).hexdigest()[:16]
+    state_identity_json = json.dumps([pipeline.config.name, str(pipeline.source_path), list(overrides), initial_model])
+    file_name_hash = hashlib.sha256(state_identity_json.encode()).hexdigest()[:16]
     return create_writable_folder(pipeline.output_dir) / SHARED_FOLDER / "retraining" / f"{file_name_hash}.json"
 
 

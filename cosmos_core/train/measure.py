@@ -162,7 +162,7 @@ class CompletionValidation:
         engine sleep. Without rewards, only images for the gallery are generated. Raise `StopRequested` if a signal
         requests a stop."""
         if not self._has_rewards:
-            self._prompts = self._prompts[: gallery.MAX_PROMPTS]
+            self._prompts = self._prompts[: gallery.MAX_SAVED_PROMPTS]
         batch_size = num_ranks() * self._batch_size
         scored_groups: list[ScoredGroup] = []
         self._engine.wake()

@@ -35,7 +35,7 @@ from cosmos_core.run.workspace import Workspace
 from cosmos_core.train.completions import COMPLETIONS_FOLDER
 from cosmos_core.train.feeds import rows_per_step
 from cosmos_core.train.measure import SAMPLES_FILE
-from cosmos_core.types import is_at_or_below
+from cosmos_core.types import is_key_within
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def _fingerprint_inputs_without_mesh(fingerprint: dict[str, Any]) -> dict[str, A
     """Return the settings that a fingerprint hashes, except those of the mesh and the engines, by dotted key; empty if
     the record of the fingerprint is missing."""
     fingerprint_inputs = flatten_nonempty_tables(fingerprint.get("ingredients", {}))
-    return {key: value for key, value in fingerprint_inputs.items() if not is_at_or_below(key, _MESH_FINGERPRINT_KEYS)}
+    return {key: value for key, value in fingerprint_inputs.items() if not is_key_within(key, _MESH_FINGERPRINT_KEYS)}
 
 
 def _link_checkpoint(

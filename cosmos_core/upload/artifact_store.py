@@ -51,11 +51,11 @@ class ArtifactStore:
         bucket_name, self._key_prefix = split_s3_url(url)
         self.url = f"{S3_SCHEME}{bucket_name}/{self._key_prefix}".rstrip("/")
         self._bucket = Bucket(bucket_name)
-        self._content_store = ContentStore(self._bucket, self._object_key("objects"), check_cancellation)
+        self._content_store = ContentStore(self._bucket, self._make_key("objects"), check_cancellation)
 
     def check(self) -> None:
         """Check that the bucket can be reached and written, without storing anything."""
-        self._bucket.check_write_access(self._object_key("made"))
+        self._bucket.check_write_access(self._make_key("made"))
 
     def put_run(self, run_path: Path, *, has_new_stages: bool = False) -> str:
         """Store `pipeline.toml` and `run.json` of a run unless they are stored, and return its URL for
@@ -72,10 +72,10 @@ class ArtifactStore:
     def read_run(self, run_id: str) -> dict[str, str]:
         """Return the texts of the stored files that define a run, `pipeline.toml` and `run.json`, by file name. Raise
         ConfigError if the store has no such run."""
-        run_files = self._read_json(f"runs/{run_id}/run.json")
-        if run_files is None:
+        run_file_texts = self._read_json(f"runs/{run_id}/run.json")
+        if run_file_texts is None:
             raise ConfigError(f"{self.url}{_RUNS_PATH}{run_id}: there is no such run")
-        return run_files
+        return run_file_texts
 
     def put_outputs(self, stage_path: Path, result: Result) -> None:
         """Store the output files that the manifest `result` of a finished stage lists; equal files are stored once."""
@@ -110,9 +110,9 @@ class ArtifactStore:
 
     def fetch_outputs(self, result: Result, stage_path: Path, local_files: Mapping[str, Path]) -> None:
         """Download the outputs of a result to `stage_path`, or copy them from `local_files`, local files by SHA-256."""
-        entry_by_file = {stage_path / o["path"]: ContentEntry(o["size"], o["sha256"]) for o in result["outputs"]}
+        entry_by_output_path = {stage_path / o["path"]: ContentEntry(o["size"], o["sha256"]) for o in result["outputs"]}
         with translate_errors(self.url):
-            self._content_store.fetch(entry_by_file, local_files)
+            self._content_store.fetch(entry_by_output_path, local_files)
         for output_record in result["outputs"]:
             local_file_status = (stage_path / output_record["path"]).stat()
             output_record.update(mtime_ns=local_file_status.st_mtime_ns, inode=local_file_status.st_ino)
@@ -120,49 +120,49 @@ class ArtifactStore:
     def lease_result(self, fingerprint: str, holder: LeaseHolder, has_died: Callable[[LeaseHolder], bool]) -> Lease:
         """Return the lease that a process must hold while it makes the result of a stage with this fingerprint; see
         `Lease`."""
-        return Lease(self._bucket, self._object_key(f"made/{fingerprint}/lease.json"), holder, has_died)
+        return Lease(self._bucket, self._make_key(f"made/{fingerprint}/lease.json"), holder, has_died)
 
     def open_checkpoints(self, fingerprint: str, stage_path: Path) -> StoredCheckpoints:
         """Return the `StoredCheckpoints` of the training with this fingerprint, whose local checkpoints are in the
         folder of the stage, `stage_path`."""
-        return StoredCheckpoints(self._bucket, self._object_key(f"made/{fingerprint}/{CHECKPOINTS_FOLDER}"), stage_path)
+        return StoredCheckpoints(self._bucket, self._make_key(f"made/{fingerprint}/{CHECKPOINTS_FOLDER}"), stage_path)
 
     def open_record(self, run_id: str, stage_path: Path, machine_name: str) -> StoredRecord:
         """Return the `StoredRecord` of a stage: stored copies of its state, metrics and logs, which other machines
         display."""
-        key_prefix = self._object_key(f"runs/{run_id}/stages/{stage_path.name}")
+        key_prefix = self._make_key(f"runs/{run_id}/stages/{stage_path.name}")
         return StoredRecord(self._bucket, key_prefix, stage_path, machine_name)
 
-    def _claim_run_name(self, run_name: str, run_files: dict[str, str], has_new_stages: bool) -> bool:
+    def _claim_run_name(self, run_name: str, run_file_texts: dict[str, str], has_new_stages: bool) -> bool:
         """Claim `run_name` as the run's name in the store. Return True if the store has the same run or, until now, no
         run under this name; return False if it has another run. `has_new_stages`: as for `put_run`."""
-        object_key = self._object_key(f"runs/{run_name}/run.json")
+        object_key = self._make_key(f"runs/{run_name}/run.json")
         stored_files, _ = read_document(self._bucket, object_key)
         if stored_files is None:
-            if self._bucket.replace_if_unchanged(object_key, encode_document(run_files), ""):
+            if self._bucket.replace_if_unchanged(object_key, encode_document(run_file_texts), ""):
                 return True
             # Read the document again: another machine stored it first, or this request succeeded without a response.
             stored_files, _ = read_document(self._bucket, object_key)
-        if stored_files is None or not _is_same_run(stored_files[_RUN_FILE], run_files[_RUN_FILE]):
+        if stored_files is None or not _is_same_run(stored_files[_RUN_FILE], run_file_texts[_RUN_FILE]):
             return False
-        if has_new_stages and stored_files[_PIPELINE_FILE] != run_files[_PIPELINE_FILE]:
-            self._bucket.write(object_key, encode_document(run_files))
+        if has_new_stages and stored_files[_PIPELINE_FILE] != run_file_texts[_PIPELINE_FILE]:
+            self._bucket.write(object_key, encode_document(run_file_texts))
         return True
 
-    def _read_result_document(self, document_name: str) -> Result | None:
-        result = self._read_json(document_name)
+    def _read_result_document(self, document_path: str) -> Result | None:
+        result = self._read_json(document_path)
         return result | {STORE_URL_KEY: self.url} if result is not None else None
 
-    def _object_key(self, relative_key: str) -> str:
+    def _make_key(self, relative_key: str) -> str:
         return f"{self._key_prefix}/{relative_key}" if self._key_prefix else relative_key
 
-    def _write_json(self, document_name: str, document: dict[str, Any]) -> None:
+    def _write_json(self, document_path: str, document: dict[str, Any]) -> None:
         with translate_errors(self.url):
-            self._bucket.write(self._object_key(document_name), encode_document(document))
+            self._bucket.write(self._make_key(document_path), encode_document(document))
 
-    def _read_json(self, document_name: str) -> dict[str, Any] | None:
+    def _read_json(self, document_path: str) -> dict[str, Any] | None:
         with translate_errors(self.url):
-            return read_document(self._bucket, self._object_key(document_name))[0]
+            return read_document(self._bucket, self._make_key(document_path))[0]
 
 
 def open_stored_run(url: str, parent_folder: str, check_cancellation: Callable[[], None]) -> Path:
@@ -172,18 +172,18 @@ def open_stored_run(url: str, parent_folder: str, check_cancellation: Callable[[
     existing directory gets the stages that were added to the run since, unless a process executes the run there.
     """
     store_url, _, run_id = url.rpartition(_RUNS_PATH)
-    run_files = ArtifactStore(store_url, check_cancellation).read_run(run_id)
-    pipeline = tomllib.loads(run_files[_PIPELINE_FILE])
+    run_file_texts = ArtifactStore(store_url, check_cancellation).read_run(run_id)
+    pipeline = tomllib.loads(run_file_texts[_PIPELINE_FILE])
     runs_folder = Path(parent_folder or pipeline["pipeline"].get("output_dir") or "outputs").expanduser().absolute()
     pipeline["pipeline"]["output_dir"] = str(runs_folder)
     pipeline_text = tomli_w.dumps(pipeline)
     for run_path in (runs_folder / name for name in _iter_run_names(run_id)):
         local_pipeline_text = _read_text(run_path / _PIPELINE_FILE)
-        if local_pipeline_text and not _is_same_run(_read_text(run_path / _RUN_FILE), run_files[_RUN_FILE]):
+        if local_pipeline_text and not _is_same_run(_read_text(run_path / _RUN_FILE), run_file_texts[_RUN_FILE]):
             continue  # try the next name, because another run has a directory of this name
         if not local_pipeline_text or (local_pipeline_text != pipeline_text and read_holder(run_path) is None):
             (run_path / "stages").mkdir(parents=True, exist_ok=True)
-            write_text(run_path / _RUN_FILE, run_files[_RUN_FILE])
+            write_text(run_path / _RUN_FILE, run_file_texts[_RUN_FILE])
             write_text(run_path / _PIPELINE_FILE, pipeline_text)
         return run_path
     raise AssertionError("there are more names than runs")

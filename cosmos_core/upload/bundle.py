@@ -79,16 +79,16 @@ class ContentStore:
                 return digest
         return ""
 
-    def fetch(self, entry_by_file: Mapping[Path, ContentEntry], local_files: Mapping[str, Path] | None = None) -> None:
-        """Download the content of each entry in `entry_by_file` to the entry's file, unless the file has this content
+    def fetch(self, target_entries: Mapping[Path, ContentEntry], local_files: Mapping[str, Path] | None = None) -> None:
+        """Download the content of each entry in `target_entries` to the entry's file, unless the file has this content
         already. Contents of `local_files`, local files by SHA-256, are copied instead. Raise UploadError if a content
         is missing in the bucket or arrives altered, and DiskFull if the disk has too little space."""
-        files_by_entry: dict[ContentEntry, list[Path]] = defaultdict(list)
-        for file, entry in entry_by_file.items():
+        target_paths_by_entry: dict[ContentEntry, list[Path]] = defaultdict(list)
+        for file, entry in target_entries.items():
             if not _matches_content_entry(file, entry):
-                files_by_entry[entry].append(file)
-        fetch_arguments = ((entry, paths, local_files or {}) for entry, paths in files_by_entry.items())
-        thread_map(self._fetch_content, fetch_arguments, _MAX_PARALLEL_FILES, "fetch")
+                target_paths_by_entry[entry].append(file)
+        argument_tuples = ((entry, paths, local_files or {}) for entry, paths in target_paths_by_entry.items())
+        thread_map(self._fetch_content, argument_tuples, _MAX_PARALLEL_FILES, "fetch")
 
     def remove_all_except(self, kept_digests: set[str]) -> None:
         """Remove every stored file content whose SHA-256 is not in `kept_digests`."""
@@ -100,13 +100,13 @@ class ContentStore:
         self._check_cancellation()
         for target_path in target_paths:
             target_path.parent.mkdir(parents=True, exist_ok=True)
-        first_target_path, *other_target_paths = target_paths
-        local_file = local_files.get(entry.sha256)
-        if local_file is not None and local_file not in target_paths and _matches_content_entry(local_file, entry):
-            copy_file(local_file, first_target_path)
+        first_target_path, *remaining_target_paths = target_paths
+        local_copy = local_files.get(entry.sha256)
+        if local_copy is not None and local_copy not in target_paths and _matches_content_entry(local_copy, entry):
+            copy_file(local_copy, first_target_path)
         if not _matches_content_entry(first_target_path, entry):
             self._download(entry, first_target_path)
-        for other_path in other_target_paths:
+        for other_path in remaining_target_paths:
             copy_file(first_target_path, other_path)
 
     def _download(self, entry: ContentEntry, file: Path) -> None:

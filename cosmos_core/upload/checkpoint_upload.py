@@ -64,22 +64,22 @@ class CheckpointUploader:
             if folder is None:
                 return False
             # Contents are compared, because a training that starts again makes other checkpoints of the same names.
-            manifest_key, manifest_bytes = self._object_key(name, MANIFEST_FILE), (folder / MANIFEST_FILE).read_bytes()
+            manifest_key, manifest_bytes = self._make_key(name, MANIFEST_FILE), (folder / MANIFEST_FILE).read_bytes()
             stored_manifest = self._bucket.read(manifest_key)
-            is_stored = stored_manifest == manifest_bytes
-            if not is_stored:
+            is_manifest_stored = stored_manifest == manifest_bytes
+            if not is_manifest_stored:
                 if stored_manifest is not None:
                     # Remove only an existing object: an account that may not remove can then send new checkpoints.
                     self._bucket.remove(manifest_key)
                 file_entries: dict[str, Any] = read_json_object(folder / MANIFEST_FILE).get("files", {})
-                files = {self._object_key(name, file): (folder / file, e["sha256"]) for file, e in file_entries.items()}
+                files = {self._make_key(name, file): (folder / file, e["sha256"]) for file, e in file_entries.items()}
                 journal = UploadJournal(self._stage_path / _UPLOAD_JOURNAL_FILE)
                 FileTransfer(self._bucket, journal, check_cancellation).send(files)
                 self._bucket.write(manifest_key, manifest_bytes)
         self._uploaded_names.add(name)
-        return not is_stored
+        return not is_manifest_stored
 
-    def _object_key(self, checkpoint_name: str, file_name: str) -> str:
+    def _make_key(self, checkpoint_name: str, file_name: str) -> str:
         return f"{self._key_prefix}/{checkpoint_name}/policy/{file_name}"
 
 

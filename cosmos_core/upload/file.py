@@ -31,11 +31,11 @@ class FileTarget:
     def check(self) -> None:
         """Raise ConfigError if the folder of the target cannot be written or, if it is missing, cannot be created. The
         check changes nothing."""
-        existing_path = next(path for path in (self.folder, *self.folder.parents) if os.path.lexists(path))
-        if not existing_path.is_dir():
-            raise ConfigError(f"{self.folder} cannot be written: {existing_path} is no folder")
-        if not os.access(existing_path, os.W_OK | os.X_OK):
-            raise ConfigError(f"{self.folder} cannot be written: no permission to write {existing_path}")
+        nearest_existing_path = next(path for path in (self.folder, *self.folder.parents) if os.path.lexists(path))
+        if not nearest_existing_path.is_dir():
+            raise ConfigError(f"{self.folder} cannot be written: {nearest_existing_path} is no folder")
+        if not os.access(nearest_existing_path, os.W_OK | os.X_OK):
+            raise ConfigError(f"{self.folder} cannot be written: no permission to write {nearest_existing_path}")
 
     def published(self) -> dict[str, Any] | None:
         latest_link = self.folder / "latest"
@@ -54,8 +54,8 @@ class FileTarget:
         """Return the model versions to which the link `latest` has pointed, the current version last."""
         latest_link = self.folder / "latest"
         current_version = os.path.basename(os.readlink(latest_link)) if latest_link.is_symlink() else ""
-        saved_list = read_json(self.folder / HISTORY_FILE)
-        version_names = [name for name in saved_list if isinstance(name, str)] if isinstance(saved_list, list) else []
+        saved_names = read_json(self.folder / HISTORY_FILE)
+        version_names = [name for name in saved_names if isinstance(name, str)] if isinstance(saved_names, list) else []
         return append_version(version_names, current_version) if current_version else []
 
     def versions(self) -> list[str]:

@@ -21,7 +21,7 @@ from cosmos_core.run.hub import call_with_timeout
 from cosmos_core.upload.base import RECORD_FILE, is_publication_record
 
 _MAX_ATTEMPTS = 5
-_MAX_WAIT_SECONDS = 300.0
+_MAX_RETRY_DELAY_SECONDS = 300.0
 _SLEEP_INTERVAL_SECONDS = 0.5
 _CHECK_TIMEOUT_SECONDS = 8.0
 _ACCESS_DENIED_STATUSES = {401, 403}
@@ -54,8 +54,8 @@ class HubTarget:
         if access_token.get("role") == "read":
             raise ConfigError(f"hub://{self._repository_name}: HF_TOKEN may only read; set it to one that may write")
         if owner := _find_owner_without_write_access(self._repository_name, account_info, access_token):
-            problem = f"HF_TOKEN may not write to repositories of {owner!r}"
-            raise ConfigError(f"hub://{self._repository_name}: {problem}; set one that may, or name another owner")
+            denial_text = f"HF_TOKEN may not write to repositories of {owner!r}"
+            raise ConfigError(f"hub://{self._repository_name}: {denial_text}; set one that may, or name another owner")
 
     def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
         """Set the function `check_cancellation`, which is called before each request and the commit, and can raise an
@@ -113,8 +113,8 @@ class HubTarget:
         with self._translate_errors():
             current_record = self._retry_call(lambda: self._read_record(branch)) or {}
             revisions = (version, branch) if current_record.get("version", version) == version else (version,)
-            problems = [self._retry_call(partial(self._find_damaged_file, folder, record, each)) for each in revisions]
-        return next(filter(None, problems), "")
+            damages = [self._retry_call(partial(self._find_damaged_file, folder, record, each)) for each in revisions]
+        return next(filter(None, damages), "")
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         branch = self.branch or "main"
@@ -145,9 +145,9 @@ class HubTarget:
             stored_record = self._read_record(branch) or {}
         except DamagedRecord:
             stored_record = {}  # the commit replaces the damaged record
-        is_already_sent = stored_record.get("version") == version and stored_record["files"] == record["files"]
+        is_version_stored = stored_record.get("version") == version and stored_record["files"] == record["files"]
         branch_info = self.hub_api.repo_info(self.repository, revision=branch)
-        if is_already_sent and not self._find_damaged_file(folder, record, branch_info.sha):
+        if is_version_stored and not self._find_damaged_file(folder, record, branch_info.sha):
             return str(branch_info.sha)
         file_names = [name for name in record["files"] if name != _MODEL_CARD_FILE]
         operations: list[Any] = [CommitOperationAdd(name, str(folder / name)) for name in file_names]
@@ -181,10 +181,10 @@ class HubTarget:
             if name == _MODEL_CARD_FILE:
                 continue
             file = file_by_name.get(name)
-            has_same_content = file is not None and (
+            is_file_intact = file is not None and (
                 file.lfs.sha256 == sha256 if file.lfs else file.blob_id == git_hash((folder / name).read_bytes())
             )
-            if not has_same_content:
+            if not is_file_intact:
                 return f"{name} is missing or altered"
         return ""
 
@@ -229,7 +229,7 @@ class HubTarget:
                 if is_last_attempt:
                     raise
             # While waiting for a busy Hub, call `_check_cancellation`, which raises an error if the run is to stop.
-            wait_end_time = time.monotonic() + min(wait_seconds, _MAX_WAIT_SECONDS)
+            wait_end_time = time.monotonic() + min(wait_seconds, _MAX_RETRY_DELAY_SECONDS)
             while (seconds_left := wait_end_time - time.monotonic()) > 0:
                 self._check_cancellation()
                 time.sleep(min(seconds_left, _SLEEP_INTERVAL_SECONDS))
@@ -248,8 +248,8 @@ class HubTarget:
             # The Hub also refuses what a plan does not include, such as private storage, and says so in the reason.
             reason = f"{status_code}: {' '.join(error.server_message.split())}" if error.server_message else status_code
             if status_code in _ACCESS_DENIED_STATUSES:
-                problem = f"{hub} refuses the token ({reason}); set HF_TOKEN to one that may write there"
-                raise ConfigError(f"{target_url}: {problem}") from error
+                access_problem = f"{hub} refuses the token ({reason}); set HF_TOKEN to one that may write there"
+                raise ConfigError(f"{target_url}: {access_problem}") from error
             raise UploadError(f"{target_url}: {hub} responds with {reason}; {consequence}") from error
         except (HTTPError, ConnectionError, TimeoutError, json.JSONDecodeError) as error:
             raise UploadError(f"{target_url}: {hub}: {' '.join(str(error).split())}; {consequence}") from error

@@ -163,14 +163,14 @@ class MlflowTarget:
             step()
 
     def _list_artifact_sizes(self, run_id: str, artifact_path: str | None = None) -> dict[str, int]:
-        size_by_path: dict[str, int] = {}
+        artifact_size_by_path: dict[str, int] = {}
         # Replace a size of None by 0, because MLflow reports the size of an empty file as None.
         for each in self.client.list_artifacts(run_id, artifact_path):
             file_sizes = (
                 self._list_artifact_sizes(run_id, each.path) if each.is_dir else {each.path: each.file_size or 0}
             )
-            size_by_path |= file_sizes
-        return size_by_path
+            artifact_size_by_path |= file_sizes
+        return artifact_size_by_path
 
     def _find_registered_model(self) -> Any:
         return next(iter(self.client.search_registered_models(f"name = '{self.name}'")), None)

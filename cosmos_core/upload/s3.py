@@ -30,7 +30,7 @@ class S3Target:
 
     def check(self) -> None:
         """Raise ConfigError or UploadError if the bucket cannot be reached or written; store nothing."""
-        self.bucket.check_write_access(self._object_key(POINTER_FILE))
+        self.bucket.check_write_access(self._make_key(POINTER_FILE))
 
     def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
         """Keep a journal in `folder`, with which `publish` continues an interrupted upload. `publish` calls
@@ -46,7 +46,7 @@ class S3Target:
         """Return the publication record of the model version `version`; raise DamagedRecord if the record is missing
         or damaged."""
         with translate_errors(self.where(version)):
-            record = _decode_json(self.bucket.read(self._object_key(f"{version}/{RECORD_FILE}")))
+            record = _decode_json(self.bucket.read(self._make_key(f"{version}/{RECORD_FILE}")))
         if not is_publication_record(record):
             raise DamagedRecord(f"{self.where(version)}/{RECORD_FILE} is missing or damaged; publish again")
         return record
@@ -55,7 +55,7 @@ class S3Target:
         """Return the model versions to which the pointer `latest.json` has referred, the current version last; empty
         if nothing was published. Raise DamagedRecord if the pointer is damaged."""
         with translate_errors(self.where(POINTER_FILE)):
-            return self._parse_history(self.bucket.read(self._object_key(POINTER_FILE)))
+            return self._parse_history(self.bucket.read(self._make_key(POINTER_FILE)))
 
     def _parse_history(self, pointer_bytes: bytes | None) -> list[str]:
         pointer_document = _decode_json(pointer_bytes)
@@ -68,7 +68,7 @@ class S3Target:
 
     def versions(self) -> list[str]:
         """Return the names of all model versions in the bucket, the version published first at the start."""
-        key_prefix, record_suffix = self._object_key(""), f"/{RECORD_FILE}"
+        key_prefix, record_suffix = self._make_key(""), f"/{RECORD_FILE}"
         with translate_errors(self.where("")):
             record_objects = [each for each in self.bucket.list_objects(key_prefix) if each.key.endswith(record_suffix)]
         record_objects.sort(key=lambda record_object: (record_object.modified_time, record_object.key))
@@ -77,14 +77,14 @@ class S3Target:
 
     def where(self, version: str) -> str:
         """Return the URL of the published model version `version`."""
-        return self.bucket.url(self._object_key(version))
+        return self.bucket.url(self._make_key(version))
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing in a stored version, or whose digest or
         size in the store's metadata differs from the file in `folder`; empty if there is none."""
         with translate_errors(self.where(version)):
             for name, sha256 in record["files"].items():
-                object_info = self.bucket.head(self._object_key(f"{version}/{name}"))
+                object_info = self.bucket.head(self._make_key(f"{version}/{name}"))
                 digest_and_size = (object_info["metadata"].get("sha256"), object_info["size"]) if object_info else None
                 if digest_and_size != (sha256, (folder / name).stat().st_size):
                     return f"{name} is missing or altered"
@@ -92,7 +92,7 @@ class S3Target:
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         with translate_errors(self.where(version), message_hint=_POINTER_UNCHANGED_NOTE):
-            version_prefix, record_key = self._object_key(version), self._object_key(f"{version}/{RECORD_FILE}")
+            version_prefix, record_key = self._make_key(version), self._make_key(f"{version}/{RECORD_FILE}")
             files = {f"{version_prefix}/{name}": (folder / name, digest) for name, digest in record["files"].items()}
             self.file_transfer.send(files)
             stored_keys = {each.key for each in self.bucket.list_objects(f"{version_prefix}/")}
@@ -109,23 +109,23 @@ class S3Target:
         UploadError if a file of the version is missing."""
         with translate_errors(self.where(version), message_hint=_POINTER_UNCHANGED_NOTE):
             for name in self.record_of(version)["files"]:
-                if self.bucket.head(self._object_key(f"{version}/{name}")) is None:
+                if self.bucket.head(self._make_key(f"{version}/{name}")) is None:
                     raise UploadError(f"{self.where(version)}/{name} is gone; {_POINTER_UNCHANGED_NOTE}")
             for _ in range(_MAX_POINTER_ATTEMPTS):
                 if self._replace_pointer(version, history):
                     return
                 # Try again unless the run is to stop, because another publication moved the pointer after it was read.
                 self.file_transfer.check_cancellation()
-            problem = f"the store refused {_MAX_POINTER_ATTEMPTS} writes because the object had changed"
+            conflict_text = f"the store refused {_MAX_POINTER_ATTEMPTS} writes because the object had changed"
             remedy = f"{_POINTER_UNCHANGED_NOTE}, publish again when no other publication runs"
-            raise UploadError(f"{self.where(POINTER_FILE)}: {problem}; {remedy}")
+            raise UploadError(f"{self.where(POINTER_FILE)}: {conflict_text}; {remedy}")
 
     def _replace_pointer(self, version: str, history: list[str] | None) -> bool:
         """Write the pointer `latest.json` with a new current version; replace a damaged one too. Return False if
         another process changed the pointer after this call read it."""
         from botocore.exceptions import ClientError
 
-        pointer_key = self._object_key(POINTER_FILE)
+        pointer_key = self._make_key(POINTER_FILE)
         pointer_bytes, etag = self.bucket.read_with_etag(pointer_key)
         saved_history: list[str] = []
         with suppress(DamagedRecord):
@@ -140,7 +140,7 @@ class S3Target:
             # Overwrite the pointer without a condition, because the store does not support conditional writes.
             return bool(self.bucket.write(pointer_key, pointer_json))
 
-    def _object_key(self, relative_key: str) -> str:
+    def _make_key(self, relative_key: str) -> str:
         return f"{self.prefix}/{relative_key}" if self.prefix else relative_key
 
 

@@ -62,13 +62,13 @@ class StoreRetention:
         self._bucket, self._min_age_seconds = Bucket(bucket_name), max(older_than_seconds, min_age_seconds)
         self.url = f"{S3_SCHEME}{bucket_name}/{self._key_prefix}".rstrip("/")
         with translate_errors(self.url):
-            self._store_time = self._bucket.read_clock(self._object_key("made"))
+            self._clock_time = self._bucket.read_clock(self._make_key("made"))
             self._require_no_active_lease()
             self.runs = self._list_folders("runs")
             for run in self.runs:
-                run_files, _ = read_document(self._bucket, self._object_key(f"runs/{run.name}/run.json"))
+                run_file_texts, _ = read_document(self._bucket, self._make_key(f"runs/{run.name}/run.json"))
                 with suppress(AttributeError, KeyError, TypeError, ValueError):
-                    pipeline_table = tomllib.loads((run_files or {})["pipeline.toml"])["pipeline"]
+                    pipeline_table = tomllib.loads((run_file_texts or {})["pipeline.toml"])["pipeline"]
                     run.pipeline = str(pipeline_table["name"])
                     if run.age_seconds < APPROVAL_TIMEOUT_SECONDS and self._may_wait_for_approval(run, pipeline_table):
                         run.reason_to_keep = "it has published nothing yet: it may wait for an approval"
@@ -93,10 +93,10 @@ class StoreRetention:
         freed_bytes = 0
         with translate_errors(self.url):
             for folder in self._removable_folders:
-                document_names = (f"runs/{folder.name}/run.json", f"made/{folder.name}/{RESULT_FILE}")
-                document_keys = set(map(self._object_key, document_names))
+                metadata_file_names = (f"runs/{folder.name}/run.json", f"made/{folder.name}/{RESULT_FILE}")
+                metadata_keys = set(map(self._make_key, metadata_file_names))
                 # Documents are removed before the objects that they name, so that no document names a missing object.
-                for each in sorted(folder.objects, key=lambda stored: stored.key not in document_keys):
+                for each in sorted(folder.objects, key=lambda stored: stored.key not in metadata_keys):
                     self._bucket.remove(each.key)
                 freed_bytes += folder.size
             self._require_no_active_lease()
@@ -106,21 +106,21 @@ class StoreRetention:
         return sum(not run.reason_to_keep for run in self.runs), freed_bytes
 
     def _require_no_active_lease(self) -> None:
-        store_time = self._bucket.read_clock(self._object_key("made"))
-        for each in self._bucket.list_objects(f"{self._object_key('made')}/"):
-            if each.key.endswith(f"/{_LEASE_FILE}") and store_time - each.modified_time < EXPIRY_SECONDS:
+        clock_time = self._bucket.read_clock(self._make_key("made"))
+        for each in self._bucket.list_objects(f"{self._make_key('made')}/"):
+            if each.key.endswith(f"/{_LEASE_FILE}") and clock_time - each.modified_time < EXPIRY_SECONDS:
                 lease_document, _ = read_document(self._bucket, each.key)
                 machine = f" on {lease_document.get('machine')}" if lease_document else ""
                 raise ConfigError(f"{self.url}: a stage is made now{machine}; clean when no pipeline uses the store")
 
-    def _list_folders(self, parent_name: str) -> list[StoredFolder]:
-        key_prefix, objects_by_folder = f"{self._object_key(parent_name)}/", defaultdict[str, list[StoredObject]](list)
+    def _list_folders(self, parent_folder: str) -> list[StoredFolder]:
+        key_prefix, objects_by_folder = f"{self._make_key(parent_folder)}/", defaultdict[str, list[StoredObject]](list)
         for each in self._bucket.list_objects(key_prefix):
             objects_by_folder[each.key.removeprefix(key_prefix).partition("/")[0]].append(each)
-        folders = [StoredFolder(name, objects) for name, objects in objects_by_folder.items()]
-        for folder in folders:
-            folder.age_seconds = max(0.0, self._store_time - max(each.modified_time for each in folder.objects))
-        return folders
+        stored_folders = [StoredFolder(name, objects) for name, objects in objects_by_folder.items()]
+        for folder in stored_folders:
+            folder.age_seconds = max(0.0, self._clock_time - max(each.modified_time for each in folder.objects))
+        return stored_folders
 
     def _mark_runs_to_keep(self, num_kept_runs: int) -> None:
         runs_by_pipeline = defaultdict[str, list[StoredFolder]](list)
@@ -137,17 +137,17 @@ class StoreRetention:
         """Return True if a stage of the run that publishes a model is not complete. Such a run is treated as waiting
         for an approval, because the store has no record of requests for approval."""
         publishing_stages = [stage["name"] for stage in pipeline_table.get("stages", ()) if stage.get("target")]
-        result_keys = {self._object_key(f"runs/{run.name}/stages/{name}/{RESULT_FILE}") for name in publishing_stages}
+        result_keys = {self._make_key(f"runs/{run.name}/stages/{name}/{RESULT_FILE}") for name in publishing_stages}
         return not result_keys <= {each.key for each in run.objects}
 
     def _find_unreferenced_objects(self, kept_folders: list[StoredFolder]) -> list[StoredObject]:
         """Return the stored stage outputs that are old enough to be removed and that no result in `kept_folders`
         lists."""
-        files_by_result = [files for folder in kept_folders for files in self._iter_result_values(folder, "outputs")]
-        referenced_digests = {each["sha256"] for files in files_by_result for each in files}
-        outputs = self._bucket.list_objects(f"{self._object_key('objects')}/")
-        old_outputs = [each for each in outputs if self._store_time - each.modified_time >= self._min_age_seconds]
-        return [each for each in old_outputs if each.key.rpartition("/")[2] not in referenced_digests]
+        output_lists = [files for folder in kept_folders for files in self._iter_result_values(folder, "outputs")]
+        referenced_digests = {each["sha256"] for files in output_lists for each in files}
+        outputs = self._bucket.list_objects(f"{self._make_key('objects')}/")
+        expired_outputs = [each for each in outputs if self._clock_time - each.modified_time >= self._min_age_seconds]
+        return [each for each in expired_outputs if each.key.rpartition("/")[2] not in referenced_digests]
 
     def _iter_result_values(self, folder: StoredFolder, result_key: str) -> Iterator[Any]:
         for each in folder.objects:
@@ -164,5 +164,5 @@ class StoreRetention:
                 fingerprint_bytes = content_store.read(fingerprint_entry) if fingerprint_entry else None
                 yield str(json.loads(fingerprint_bytes or "{}").get("value"))
 
-    def _object_key(self, relative_key: str) -> str:
+    def _make_key(self, relative_key: str) -> str:
         return f"{self._key_prefix}/{relative_key}" if self._key_prefix else relative_key

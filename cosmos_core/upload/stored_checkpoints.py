@@ -83,11 +83,11 @@ class StoredCheckpoints:
 
     def _send_checkpoint(self, name: str, folder: Path, check_cancellation: Callable[[], None]) -> None:
         content_store = self._open_content_store(check_cancellation)
-        entry_by_file = read_json_object(folder / MANIFEST_FILE).get("files", {})
-        file_by_digest = {entry["sha256"]: folder / file for file, entry in entry_by_file.items()}
+        manifest_files = read_json_object(folder / MANIFEST_FILE).get("files", {})
+        file_by_digest = {entry["sha256"]: folder / file for file, entry in manifest_files.items()}
         content_store.send(file_by_digest, self._stage_path / JOURNAL_FILE)
         folder_prefix = f"{CHECKPOINTS_FOLDER}/{name}/policy"
-        files = {f"{folder_prefix}/{file}": ContentEntry(e["size"], e["sha256"]) for file, e in entry_by_file.items()}
+        files = {f"{folder_prefix}/{file}": ContentEntry(e["size"], e["sha256"]) for file, e in manifest_files.items()}
         files[f"{folder_prefix}/{MANIFEST_FILE}"] = content_store.write((folder / MANIFEST_FILE).read_bytes())
         if (metrics_path := self._stage_path / _METRICS_FILE).is_file():
             files[_METRICS_FILE] = content_store.write(metrics_path.read_bytes())
@@ -101,14 +101,14 @@ class StoredCheckpoints:
         best_checkpoint_name = f"step_{(training_state.get('best') or {}).get('step')}"
         if best_checkpoint_name != name and best_checkpoint_name in self.list_names():
             try:  # do not overwrite the metrics file, which belongs to the newer checkpoint `name`
-                self._fetch_checkpoint(best_checkpoint_name, excluded_file=_METRICS_FILE)
+                self._fetch_checkpoint(best_checkpoint_name, excluded_path=_METRICS_FILE)
             except UploadError as error:
                 logger.warning("the best checkpoint %s is passed over: %s", best_checkpoint_name, error)
                 self._damaged_checkpoint_names.add(best_checkpoint_name)
 
-    def _fetch_checkpoint(self, name: str, excluded_file: str = "") -> bool:
+    def _fetch_checkpoint(self, name: str, excluded_path: str = "") -> bool:
         entry_by_path, *_ = read_index(self._bucket, f"{self._key_prefix}/{name}.json")
-        fetched_entries = {path: entry for path, entry in entry_by_path.items() if path != excluded_file}
+        fetched_entries = {path: entry for path, entry in entry_by_path.items() if path != excluded_path}
         manifest_paths = [path for path in fetched_entries if path.endswith(f"/{MANIFEST_FILE}")]
         for paths in ([path for path in fetched_entries if path not in manifest_paths], manifest_paths):
             self._open_content_store().fetch({self._stage_path / path: fetched_entries[path] for path in paths})

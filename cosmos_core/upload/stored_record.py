@@ -26,17 +26,17 @@ class StoredRecord:
         self._bucket, self._key_prefix = bucket, key_prefix
         self._stage_path, self._writer_identity = stage_path, {"machine": machine_name, "path": str(stage_path)}
         self._content_store = ContentStore(bucket, f"{key_prefix}/content")
-        self._known_entries: dict[str, ContentEntry] | None = None
+        self._known_index: dict[str, ContentEntry] | None = None
         self._index_etag = ""
 
-    def push(self, *, is_final: bool = False) -> None:
-        """Upload the small files of the stage that have changed; with `is_final`, upload the logs as well."""
+    def push(self, *, is_final_push: bool = False) -> None:
+        """Upload the small files of the stage that have changed; with `is_final_push`, upload the logs as well."""
         with translate_errors(self._bucket.url(self._key_prefix)):
-            if self._known_entries is None:
-                self._known_entries, *_ = read_index(self._bucket, self._index_key)
-            kept_entries = {} if is_final else self._known_entries
-            new_entries = {path: log_entry for path, log_entry in kept_entries.items() if path.startswith("logs/")}
-            file_patterns = _FINAL_FILE_PATTERNS if is_final else _COPIED_FILE_PATTERNS
+            if self._known_index is None:
+                self._known_index, *_ = read_index(self._bucket, self._index_key)
+            kept_index = {} if is_final_push else self._known_index
+            new_index = {path: log_entry for path, log_entry in kept_index.items() if path.startswith("logs/")}
+            file_patterns = _FINAL_FILE_PATTERNS if is_final_push else _COPIED_FILE_PATTERNS
             files = {file for pattern in file_patterns for file in self._stage_path.glob(pattern) if file.is_file()}
             for file in sorted(files):
                 is_excluded_file = file.name.startswith(".") or file.name in _NOT_COPIED_FILES
@@ -44,13 +44,13 @@ class StoredRecord:
                     continue
                 path, data = str(file.relative_to(self._stage_path)), file.read_bytes()
                 entry = ContentEntry.from_bytes(data)
-                new_entries[path] = entry if self._known_entries.get(path) == entry else self._content_store.write(data)
-            if new_entries == self._known_entries:
+                new_index[path] = entry if self._known_index.get(path) == entry else self._content_store.write(data)
+            if new_index == self._known_index:
                 return
-            write_index(self._bucket, self._index_key, new_entries, **self._writer_identity)
-            for entry in set(self._known_entries.values()) - set(new_entries.values()):
+            write_index(self._bucket, self._index_key, new_index, **self._writer_identity)
+            for entry in set(self._known_index.values()) - set(new_index.values()):
                 self._content_store.remove(entry)
-            self._known_entries = new_entries
+            self._known_index = new_index
 
     def pull(self) -> bool:
         """Download the stored files of the stage if they have changed since the last call, unless they were stored from
@@ -59,12 +59,12 @@ class StoredRecord:
             stored_entries, writer_identity, etag = read_index(self._bucket, self._index_key)
             if etag in {"", self._index_etag} or writer_identity == self._writer_identity:
                 return False
-            local_entries = self._known_entries or {}
+            known_index = self._known_index or {}
             for relative_path, entry in stored_entries.items():
-                content = self._content_store.read(entry) if local_entries.get(relative_path) != entry else None
+                content = self._content_store.read(entry) if known_index.get(relative_path) != entry else None
                 if content is not None:  # skip a file that is unchanged, or was replaced meanwhile
                     self._write_local_file(self._stage_path / relative_path, content)
-            self._known_entries, self._index_etag = stored_entries, etag
+            self._known_index, self._index_etag = stored_entries, etag
         return True
 
     def read_state(self) -> StageState | None:

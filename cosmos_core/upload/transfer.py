@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import UploadError
-from cosmos_core.run.bucket import Bucket, may_have_md5, thread_map
+from cosmos_core.run.bucket import Bucket, may_content_have_md5, thread_map
 from cosmos_core.run.files import parse_json_objects
 from cosmos_core.transient import is_transient
 
@@ -88,19 +88,19 @@ class FileTransfer:
         object_info = self.bucket.head(key)
         if object_info and self.journal.verified_objects.get(key) == (sha256, object_info["etag"]):
             return
-        is_already_stored = object_info is not None and object_info["metadata"].get("sha256") == sha256
+        is_object_stored = object_info is not None and object_info["metadata"].get("sha256") == sha256
         for _ in range(_MAX_UPLOAD_ATTEMPTS):
-            if not is_already_stored:
+            if not is_object_stored:
                 self._upload_object(key, file, sha256)
             object_info = self.bucket.head(key)
             if object_info is not None and self.bucket.sha256(key) == sha256:
                 self.journal.append_line(verified=key, sha256=sha256, etag=object_info["etag"])
                 return
-            is_already_stored = False
+            is_object_stored = False
             self.bucket.remove(key)
             self.journal.append_line(gone=key)
-        problem = f"arrived altered {_MAX_UPLOAD_ATTEMPTS} times: its sha256 is not that of {file}"
-        raise UploadError(f"{self.bucket.url(key)} {problem}")
+        mismatch_text = f"arrived altered {_MAX_UPLOAD_ATTEMPTS} times: its sha256 is not that of {file}"
+        raise UploadError(f"{self.bucket.url(key)} {mismatch_text}")
 
     def _upload_object(self, key: str, file: Path, sha256: str) -> None:
         from botocore.exceptions import ClientError
@@ -144,8 +144,8 @@ class FileTransfer:
         s3, object_arguments = self.bucket.s3_client, {"Bucket": self.bucket.name, "Key": key}
         if upload_id := self.journal.upload_ids.get(key):
             try:
-                pages = s3.get_paginator("list_parts").paginate(**object_arguments, UploadId=upload_id)
-                stored_parts = [part for page in pages for part in page.get("Parts", ())]
+                part_list_pages = s3.get_paginator("list_parts").paginate(**object_arguments, UploadId=upload_id)
+                stored_parts = [part for page in part_list_pages for part in page.get("Parts", ())]
                 return upload_id, {part["PartNumber"]: part["ETag"].strip('"') for part in stored_parts}
             except ClientError as error:
                 # A failing store may still have the parts, unless it cannot list parts at all.
@@ -159,9 +159,9 @@ class FileTransfer:
         self, key: str, upload_id: str, number: int, file_slice: tuple[Path, int, int], etags_by_number: dict[int, str]
     ) -> str:
         self.check_cancellation()
-        file, offset, num_bytes = file_slice
+        file, offset_bytes, num_bytes = file_slice
         with open(file, "rb") as part_source:
-            part_source.seek(offset)
+            part_source.seek(offset_bytes)
             part_content = part_source.read(num_bytes)
         etag = etags_by_number.get(number, "")
         part_md5 = hashlib.md5(part_content, usedforsecurity=False).hexdigest() if etag else ""
@@ -178,6 +178,6 @@ class FileTransfer:
         content_md5 = base64.b64encode(md5_hash.digest()).decode()
         for _ in range(_MAX_UPLOAD_ATTEMPTS):
             response = send_request(Bucket=self.bucket.name, Body=content, ContentMD5=content_md5, **request_arguments)
-            if may_have_md5(response, md5_hash.hexdigest()):
+            if may_content_have_md5(response, md5_hash.hexdigest()):
                 break
         return str(response["ETag"].strip('"'))

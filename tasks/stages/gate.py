@@ -42,7 +42,7 @@ def run(stage: Stage) -> Outcome:
     # Add metrics of stages that conditions name as `STAGE.METRIC`, since several stages may report the same metric.
     for name in {each.metric.partition(".")[0] for each in conditions if each.needs_published_model} & {*stage.inputs}:
         metrics |= {f"{name}.{key}": value for key, value in stage.inputs[name]["metrics"].items()}
-    all_verdicts: list[dict[str, Any]] = []
+    condition_verdicts: list[dict[str, Any]] = []
     failure_messages: list[str] = []
     for condition in conditions:
         published_record = latest_publication_record and _select_stage_metrics(latest_publication_record, condition)
@@ -67,12 +67,12 @@ def run(stage: Stage) -> Outcome:
             verdicts.append(verdict)
         _add_corrected_p_values(verdicts)
         failure_messages += [_format_refusal(condition, verdict) for verdict in verdicts if not verdict["passed"]]
-        all_verdicts += verdicts
+        condition_verdicts += verdicts
     stage.path.mkdir(parents=True, exist_ok=True)
-    write_json(stage.path / CONDITIONS_FILE, all_verdicts)  # write it also for a refusal, which the report shows
+    write_json(stage.path / CONDITIONS_FILE, condition_verdicts)  # write it also for a refusal, which the report shows
     if failure_messages:
         raise GateFailed(f"gate {stage.name!r}: {'; '.join(failure_messages)}")
-    return Outcome(metrics=metrics, info={"conditions": [*all_verdicts]})
+    return Outcome(metrics=metrics, info={"conditions": [*condition_verdicts]})
 
 
 def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str, Any] | None:
@@ -112,8 +112,8 @@ def _test_item_differences(
     sign = 1 if condition.operator.startswith(">") else -1
     signed_items = replace(differences, item_differences=tuple(sign * each for each in differences.item_differences))
     p_value, statistics = signed_items.p_value(sign * condition.published_offset), differences.summarize(confidence)
-    improvement = (differences.mean - condition.published_offset) * sign
-    num_needed_items = compute_sample_size(statistics["items"], statistics["detectable"], improvement)
+    measured_improvement = (differences.mean - condition.published_offset) * sign
+    num_needed_items = compute_sample_size(statistics["items"], statistics["detectable"], measured_improvement)
     return {
         "passed": p_value <= 1 - confidence,
         "paired": statistics | {"p_value": p_value, "needed": num_needed_items},
@@ -153,8 +153,8 @@ def _compare_paired_items(
     for a perplexity, for example, the items are log-likelihoods."""
     stage_path = next(result.get("path") for result in stage.inputs.values() if result["metrics"] is measured_metrics)
     published_value = record["metrics"][name]
-    for old_folder in find_published_item_folders(record, name, [Path(stage_path or "-").name]):
-        if stage_path and (paired_differences := compare_items(name, Path(stage_path), old_folder)):
+    for published_folder in find_published_item_folders(record, name, [Path(stage_path or "-").name]):
+        if stage_path and (paired_differences := compare_items(name, Path(stage_path), published_folder)):
             # The condition is negated, so that a difference of NaN counts as equal.
             is_mean_of_items = not abs(paired_differences.mean - (measured_metrics[name] - published_value)) > 1e-6
             return paired_differences if is_mean_of_items else None
@@ -181,26 +181,26 @@ def _find_measured_metrics(
     """Return each metric that a condition matches: its name, and all metrics of the stage that reported it.
     `STAGE.METRIC` selects one of several stages that report the same metric. In a comparison with the published model,
     metrics that the published model does not have are left out."""
-    metrics_by_label: dict[str, tuple[str, dict[str, float]]] = {}
+    labelled_metrics: dict[str, tuple[str, dict[str, float]]] = {}
     for name, result in stage.inputs.items():
         for metric_name in result["metrics"]:
-            metrics_by_label[f"{name}.{metric_name}"] = metrics_by_label[metric_name] = (metric_name, result["metrics"])
-    metrics_by_name = {each[0]: each for label, each in metrics_by_label.items() if condition.matches_metric(label)}
-    if not metrics_by_name:
-        reported_metric_names = sorted({metric_name for metric_name, _ in metrics_by_label.values()})
+            labelled_metrics[f"{name}.{metric_name}"] = labelled_metrics[metric_name] = (metric_name, result["metrics"])
+    named_metrics = {each[0]: each for label, each in labelled_metrics.items() if condition.matches_metric(label)}
+    if not named_metrics:
+        reported_metric_names = sorted({metric_name for metric_name, _ in labelled_metrics.values()})
         raise ConfigError(
             f"gate {stage.name!r}: no stage in its `after` reported {condition.metric!r}; "
             f"reported: {', '.join(reported_metric_names) or 'nothing'}"
             + "".join(result.get("hint", "") for result in stage.inputs.values())
         )
     if published_metrics is None or not condition.needs_published_model:
-        return list(metrics_by_name.values())
+        return list(named_metrics.values())
     comparable_metrics = [
-        each for name, each in metrics_by_name.items() if isinstance(published_metrics.get(name), int | float)
+        each for name, each in named_metrics.items() if isinstance(published_metrics.get(name), int | float)
     ]
     if not comparable_metrics:
-        joined_names = " or ".join(map(repr, metrics_by_name))
+        metric_choices = " or ".join(map(repr, named_metrics))
         raise ConfigError(
-            f"gate {stage.name!r}: {condition.text!r}: what is published has no {joined_names}; compare with a number"
+            f"gate {stage.name!r}: {condition.text!r}: what is published has no {metric_choices}; compare with a number"
         )
     return comparable_metrics

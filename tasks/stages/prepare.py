@@ -3,22 +3,22 @@
 from cosmos_core.run.libraries import ROW_PREPARATION_LIBRARIES
 from cosmos_core.types import StageKind
 
-_TRAIN_POLICY_ROW_KEYS = (
+_TRAIN_POLICY_ROW_SETTINGS = (
     "dataset", "clean", "data_packer", "conversation_column_name", "prompt_column_name", "response_column_name",
     "chosen_column_name", "rejected_column_name", "label_column_name", "system_prompt",
 )  # fmt: skip
 """Keys of `train.train_policy` that determine the prepared rows."""
-DATASET_ROW_KEYS = (
+DATASET_ROW_SETTINGS = (
     "name", "label", "weight", "arguments", "subset", "revision", "split", "test_size", "max_skipped_fraction",
     "columns", "system_prompt", "keep", "pass_rates",
 )  # fmt: skip
 """Keys of `train.train_policy.datasets` that determine the rows of the data sets."""
-DATA_TERM_ROW_KEYS = ("name", "subset", "revision", "split", "max_skipped_fraction", "conversation_column_name")
+DATA_TERM_ROW_SETTINGS = ("name", "subset", "revision", "split", "max_skipped_fraction", "conversation_column_name")
 """Keys of `train.train_policy.data_term` that determine the rows of the supervised loss."""
-ROW_KEYS = (
-    *(f"train.train_policy.{name}" for name in _TRAIN_POLICY_ROW_KEYS),
-    *(f"train.train_policy.datasets.{name}" for name in DATASET_ROW_KEYS),
-    *(f"train.train_policy.data_term.{name}" for name in DATA_TERM_ROW_KEYS),
+ROW_SETTINGS = (
+    *(f"train.train_policy.{name}" for name in _TRAIN_POLICY_ROW_SETTINGS),
+    *(f"train.train_policy.datasets.{name}" for name in DATASET_ROW_SETTINGS),
+    *(f"train.train_policy.data_term.{name}" for name in DATA_TERM_ROW_SETTINGS),
     "validation.dataset",
     "validation.max_rows",
 )
@@ -48,7 +48,7 @@ KIND = StageKind(
         "train.train_policy.type",
         "train.train_policy.trainer_type",
         "train.train_policy.learns_data",
-        *ROW_KEYS,
+        *ROW_SETTINGS,
         "policy.model_max_length",
         "policy.model_revision",
         "policy.chat_template",

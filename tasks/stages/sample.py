@@ -2,7 +2,7 @@
 
 from cosmos_core.run.libraries import TRAINING_LIBRARIES
 from cosmos_core.types import StageKind
-from tasks.stages.prepare import PROMPT_RENDERING_KEYS, ROW_KEYS
+from tasks.stages.prepare import PROMPT_RENDERING_KEYS, ROW_SETTINGS
 
 _REWARD_KEYS = (
     "type", "trainer_type", "reward_function", "reward_env", "reward_timeout_seconds", "use_remote_reward",
@@ -10,7 +10,7 @@ _REWARD_KEYS = (
 )  # fmt: skip
 """Keys of `train.train_policy` that determine how completions are scored."""
 
-_OUTPUT_ROW_KEYS = {"enable", "enable_tools", "tools", "continue_final_message"}
+_OUTPUT_ROW_SETTINGS = {"enable", "enable_tools", "tools", "continue_final_message"}
 """Keys of `rollout.multi_turn_config` that determine the output rows, in addition to the prepared prompts."""
 
 KIND = StageKind(
@@ -35,8 +35,8 @@ KIND = StageKind(
         "sample",
     ),
     unread=(
-        *(key for key in ROW_KEYS if key != "train.train_policy.system_prompt"),
-        *(f"rollout.multi_turn_config.{name}" for name in PROMPT_RENDERING_KEYS if name not in _OUTPUT_ROW_KEYS),
+        *(key for key in ROW_SETTINGS if key != "train.train_policy.system_prompt"),
+        *(f"rollout.multi_turn_config.{name}" for name in PROMPT_RENDERING_KEYS if name not in _OUTPUT_ROW_SETTINGS),
         "policy.lora",
     ),
     reports=("sample/*",),

@@ -49,14 +49,14 @@ def run(stage: Stage) -> Outcome:
     model_stages = [name for name in best_branch if stage.inputs[name]["info"].get("model")]
     source_result = stage.inputs[model_stages[-1] if model_stages else best_branch[-1]]
     # `data` is left out: it names a data folder of the source stage, and only the model is linked into this stage.
-    result_info = {key: value for key, value in source_result["info"].items() if key != "data"}
+    branch_info = {key: value for key, value in source_result["info"].items() if key != "data"}
     output_paths: tuple[str, ...] = ()
-    if model_stages and "://" not in str(result_info["model"]):
-        source_path = Path(source_result["path"]) / str(result_info["model"])
+    if model_stages and "://" not in str(branch_info["model"]):
+        source_path = Path(source_result["path"]) / str(branch_info["model"])
         if not source_path.resolve().is_relative_to(Path(source_result["path"]).resolve()):
-            result_info["model"] = "model"
-        source_paths = {str(result_info["model"]): source_path}
-        source_paths |= {path: Path(source_result["path"]) / path for path in result_info.get("formats", {}).values()}
+            branch_info["model"] = "model"
+        source_paths = {str(branch_info["model"]): source_path}
+        source_paths |= {path: Path(source_result["path"]) / path for path in branch_info.get("formats", {}).values()}
         output_paths = tuple(source_paths)
         for output_path, source_path in source_paths.items():
             for file in list_files_below(source_path):
@@ -64,5 +64,5 @@ def run(stage: Stage) -> Outcome:
                 link_path.parent.mkdir(parents=True, exist_ok=True)
                 link_path.unlink(missing_ok=True)
                 link_or_copy(file, link_path)
-    result_info["chosen"] = Path(source_result["path"]).name
-    return Outcome(outputs=output_paths, metrics=metrics_by_branch[best_branch], info=result_info)
+    branch_info["chosen"] = Path(source_result["path"]).name
+    return Outcome(outputs=output_paths, metrics=metrics_by_branch[best_branch], info=branch_info)

@@ -2,7 +2,7 @@
 
 from cosmos_core.run.libraries import TRAINING_LIBRARIES
 from cosmos_core.types import StageKind
-from tasks.stages.prepare import ROW_KEYS
+from tasks.stages.prepare import ROW_SETTINGS
 
 KIND = StageKind(
     name="sft",
@@ -17,6 +17,6 @@ KIND = StageKind(
     reads_data="prepared",
     # The tables `rollout` and `custom` are read because completions of held-out rows may be generated and scored.
     recipe_tables=("train", "policy", "validation", "rollout", "custom", "judge"),
-    unread=ROW_KEYS,
+    unread=ROW_SETTINGS,
     libraries=TRAINING_LIBRARIES,
 )

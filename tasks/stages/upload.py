@@ -93,13 +93,13 @@ def _find_published_model(stage: Stage, target: Any, model_folder: Path, record:
     if _read_digests(current_record) != weight_digests:
         return ""
     # Another run has published the same weights.
-    current_address = str(target.where(current_version))
+    current_location = str(target.where(current_version))
     if damage := target.damage(model_folder, current_version, {"files": weight_digests}):
-        logger.warning("%s has the same weights but is damaged, they are published anew: %s", current_address, damage)
+        logger.warning("%s has the same weights but is damaged, they are published anew: %s", current_location, damage)
         return ""
     # Remember the version of the other run as a publication of this stage, for `_find_superseded_version`.
     write_json(stage.path / PUBLICATION_FILE, record | {"version": current_record["version"]})
-    return current_address
+    return current_location
 
 
 def _find_superseded_version(
@@ -123,9 +123,9 @@ def _find_superseded_version(
             if not hasattr(target, "point_to"):
                 quoted_run_path = shlex.quote(str(stage.run_path))
                 command = f"cosmos resume {quoted_run_path} --from-stage {stage.name}, not cosmos promote,"
-            old_address = str(target.where(version))
-            logger.warning("%s is not what is published now, which stays; %s publishes it again", old_address, command)
-            return old_address
+            old_location = str(target.where(version))
+            logger.warning("%s is not what is published now, which stays; %s publishes it again", old_location, command)
+            return old_location
     return ""
 
 

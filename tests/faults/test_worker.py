@@ -130,7 +130,7 @@ def test_a_stage_that_another_machine_has_taken_over_is_ended(tmp_path: Path, mo
     run = make_run(tmp_path, "count", "arguments = { steps = 1000 }")
     progress = run.stage_path("s") / "progress.json"
     monkeypatch.setattr(
-        StageSync, "lease_loss_reason", lambda self: "taken over" if (read_json(progress) or {}).get("step") else ""
+        StageSync, "get_lease_loss_reason", lambda self: "taken over" if (read_json(progress) or {}).get("step") else ""
     )
     with pytest.raises(StageFailed, match="stage 's' was ended: taken over"):
         run_stage(run, "s")

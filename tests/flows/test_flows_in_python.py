@@ -39,7 +39,7 @@ from tasks import configure_run, custom, gate, report, sample, upload, validate
 from tasks.flow_identity import derive_name_and_parameters
 from tasks.flow_run import find_newest_flow
 from tasks.kinds import all_kinds
-from tasks.naming import user_name
+from tasks.naming import get_user_name
 from tasks.stage_task import StageHandle, _make_call
 from tests.attempts import unshown, use, workers
 from tests.conftest import PROGRAMS, wait_until
@@ -119,7 +119,7 @@ def test_stages_run_in_parallel_and_get_their_names_in_the_order_of_the_calls(fo
     run = open_run(folder / "outputs" / "mine", all_kinds())
     assert run.pipeline.stage("custom-3").after == ("custom-2", "custom") and run.pipeline.stage("report")
     assert read_state(run.stage_path("custom-2")).state == "done"
-    tags = ["cosmos-pipeline:parallel", "cosmos-run:mine", f"cosmos-user:{user_name()}"]
+    tags = ["cosmos-pipeline:parallel", "cosmos-run:mine", f"cosmos-user:{get_user_name()}"]
     with get_client(sync_client=True) as client:
         [flow_run] = client.read_flow_runs(flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=tags)))
         tagged = TaskRunFilter(tags=TaskRunFilterTags(all_=tags))
@@ -386,8 +386,8 @@ def test_a_decorated_function_is_the_entry_of_the_file_that_defines_it() -> None
     for function in (in_context, cached):  # the code of the first one is in contextlib.py
         call, _ = _make_call(state, all_kinds()["custom"], "stage", {"entry": function}, {})
         assert call.stage["entry"] == f"{__file__}:{function.__qualname__}"
-    with pytest.raises(ConfigError, match="user_name was decorated elsewhere; do it where it is defined"):
-        _make_call(state, all_kinds()["custom"], "stage", {"entry": functools.cache(user_name)}, {})
+    with pytest.raises(ConfigError, match="get_user_name was decorated elsewhere; do it where it is defined"):
+        _make_call(state, all_kinds()["custom"], "stage", {"entry": functools.cache(get_user_name)}, {})
 
 
 @contextmanager

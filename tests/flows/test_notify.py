@@ -81,7 +81,7 @@ def test_a_second_bootstrap_updates_and_the_server_sends_what_failed_with_the_re
     assert (failed["what"], refused["what"]) == ("failed", "refused by a gate")
     assert failed["payload"]["error"] == 'it said "no"\nand <ended>'
     assert failed["text"].startswith(f'counting, run {run.id}, stage first: failed: it said "no"')
-    assert report in failed["text"] and f"/artifacts/key/{events.run_card_key('counting')}" in failed["text"]
+    assert report in failed["text"] and f"/artifacts/key/{events.make_run_card_key('counting')}" in failed["text"]
     assert refused["payload"]["report"] == report
     with get_client(sync_client=True) as client:  # a stage on a work pool, and a schedule whose machine was lost
         for tags in (["cosmos", "stage"], ["cosmos", "pipeline"]):

@@ -43,7 +43,7 @@ from cosmos_core.launch.bootstrap import CRASH_AUTOMATION_NAME, FLOW_STATE_NAMES
 from cosmos_core.launch.worker_report import (
     WORKING_DIRECTORY_STEP,
     end_lost_flow_runs,
-    max_seconds_without_process,
+    get_max_pending_seconds,
     read_recent_reports,
     report_machine,
 )
@@ -53,7 +53,7 @@ from cosmos_core.run.state import read_state
 from flows.post_train import post_train
 from tasks.artifacts import StageArtifacts
 from tasks.final_states import REFUSED_STATE, make_failed_state
-from tasks.naming import user_name
+from tasks.naming import get_user_name
 from tasks.retrain_lease import RetrainLease
 from tests.conftest import PROGRAMS, wait_until
 from tests.flows.test_retrain import PIPELINE
@@ -171,7 +171,7 @@ def test_why_a_gate_refused_is_said_by_the_flow_run_and_what_it_stopped_is_named
     why = "validation/accuracy >= 0.6 does not hold: validation/accuracy = 0.4, bound 0.6"
     assert (state.name, state.message) == ("Refused", f"run Refused_1: gate 'gate': {why}")
     assert (flow_run.state_name, flow_run.state and flow_run.state.message) == (state.name, state.message)
-    tags = {"cosmos-pipeline:nightly", "cosmos-run:Refused_1", f"cosmos-user:{user_name()}"}
+    tags = {"cosmos-pipeline:nightly", "cosmos-run:Refused_1", f"cosmos-user:{get_user_name()}"}
     assert tags <= set(flow_run.tags) and flow_run.name == "nightly Refused_1"
     found = task_runs(flow_run)
     with get_client(sync_client=True) as client:
@@ -209,7 +209,7 @@ def test_samples_are_artifacts_unless_the_run_is_private(tmp_path: Path, private
     shown = artifacts_of(show(return_state=True).state_details.flow_run_id)
     keys = {key.removeprefix(f"private-{private}-grpo-".lower()): each for key, each in shown.items()}
     assert set(keys) == {"progress", "card"} | (set() if private else {"samples", "drawings"})
-    assert all(f"run run-7 of {user_name()}" in each["description"] for each in keys.values())
+    assert all(f"run run-7 of {get_user_name()}" in each["description"] for each in keys.values())
     if not private:
         [row] = json.loads(keys["samples"]["data"])
         assert (row["step"], row["prompt"], row["reward"]) == (3, "1 + 1", 1.0) and len(row["completion"]) == 1001
@@ -329,9 +329,9 @@ def test_a_flow_run_whose_process_died_while_it_started_or_was_cancelled_gets_it
     dead = subprocess.Popen(["true"])
     dead.wait()
     here = {socket.gethostname()}
-    limits = [max_seconds_without_process(pid, here) for pid in ("", str(dead.pid), str(os.getpid()))]
+    limits = [get_max_pending_seconds(pid, here) for pid in ("", str(dead.pid), str(os.getpid()))]
     assert limits == [60, 10, math.inf]
-    assert max_seconds_without_process(str(dead.pid), here | {"other"}) == 600, "it may be a process of the other"
+    assert get_max_pending_seconds(str(dead.pid), here | {"other"}) == 600, "it may be a process of the other"
     with get_client(sync_client=True) as client:
         client.create_work_pool(WorkPoolCreate(name="lost", type="process"))
         deployment = client.create_deployment(client.create_flow(post_train), "lost", work_pool_name="lost")

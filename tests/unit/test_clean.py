@@ -19,7 +19,7 @@ from cosmos_core.run.files import read_json, write_json
 from cosmos_core.run.liveness import PublicationApproval, save_approval
 from cosmos_core.run.lock import FileLock
 from cosmos_core.run.manifest import read_result
-from cosmos_core.run.plan import fingerprint_folder
+from cosmos_core.run.plan import get_reuse_folder
 from cosmos_core.run.retrain_state import RetrainState, save_retrain_state
 from cosmos_core.run.state import update_state
 from cosmos_core.upload.base import open_target
@@ -77,7 +77,7 @@ def test_age_and_number_both_keep_and_old_runs_go_after_they_were_shown_and_leav
     assert "removed 2 of 3 runs" in cosmos("clean", "--keep", "1", "--yes", "--output-dir", str(output_dir))
     assert [facts.run_id for facts in list_runs(output_dir)] == [runs[2].id]
     assert [entry["run_id"] for entry in read_json(output_dir / "runs.json") or []] == [runs[2].id]
-    assert not list(fingerprint_folder(output_dir, result["fingerprint"]).glob(f"{runs[0].id}.*"))
+    assert not list(get_reuse_folder(output_dir, result["fingerprint"]).glob(f"{runs[0].id}.*"))
     assert not list((output_dir / ".cosmos" / "removed").iterdir())
     assert [note.exists() for note in own] == [False, False, True]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.launch.child import SupervisedProcess
-from cosmos_core.launch.worker import max_grace_seconds
+from cosmos_core.launch.worker import compute_grace_seconds
 from cosmos_core.run.progress import ProgressWriter, read_progress
 from cosmos_core.run.state import update_state
 from tests.conftest import wait_until
@@ -29,17 +29,17 @@ pathlib.Path(sys.argv[1], "saved").touch()
 
 
 def test_the_grace_is_what_is_configured_and_the_longest_step_of_any_attempt(tmp_path: Path) -> None:
-    assert max_grace_seconds(tmp_path, 20) == 20
+    assert compute_grace_seconds(tmp_path, 20) == 20
     progress = ProgressWriter(tmp_path / "progress.json")
     progress.step(3, 10)
-    assert max_grace_seconds(tmp_path, 20) == 20, "where an attempt begins is no step"
+    assert compute_grace_seconds(tmp_path, 20) == 20, "where an attempt begins is no step"
     progress.step(4, 10)
     progress.report_checkpoint(4)
     known = read_progress(tmp_path)
     assert known is not None and known.longest_step_seconds > 0
-    assert max_grace_seconds(tmp_path, 20) == 20 + known.longest_step_seconds
+    assert compute_grace_seconds(tmp_path, 20) == 20 + known.longest_step_seconds
     update_state(tmp_path, longest_step_seconds=53.0)
-    assert max_grace_seconds(tmp_path, 20) == 73
+    assert compute_grace_seconds(tmp_path, 20) == 73
 
 
 def stop(child: SupervisedProcess) -> None:

@@ -29,7 +29,7 @@ from cosmos_core.models.kernels import (
     remove_fp8,
 )
 from cosmos_core.run import inputs
-from cosmos_core.run.inputs import check_inputs, kernel_packages
+from cosmos_core.run.inputs import check_inputs, list_kernel_packages
 from tests.unit import test_config_load
 from tests.unit.tiny_model import save_tiny_model
 
@@ -138,7 +138,7 @@ def test_kernels_are_refused_without_a_gpu_and_without_their_package(
     rows = f"train.train_policy.dataset.name={tmp_path}/rows.jsonl"
     pipeline = test_config_load.load(tmp_path, SFT, setting, f"policy.model_name_or_path={tmp_path}/model", rows)
     check_capabilities(pipeline)
-    assert list(kernel_packages(pipeline.recipes["sft"])) == [package]
+    assert list(list_kernel_packages(pipeline.recipes["sft"])) == [package]
     key = setting.replace("=", " = ")
 
     def machine(gpus: tuple[str, ...], versions: dict[str, str]) -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch import worker
-from cosmos_core.launch.clean import _may_be_running
+from cosmos_core.launch.clean import _may_run_be_active
 from cosmos_core.launch.reap import _has_lost_launcher
 from cosmos_core.observe import formatting
 from cosmos_core.observe.console import print_status
@@ -206,12 +206,12 @@ def test_a_flow_that_was_killed_in_its_own_code_died_and_one_that_lives_is_kept(
     assert read_run(run.path).outcome == "done", "the run of a TOML file ends with its last stage"
     record_flow_state(run.path, "running")
     assert (read_run(run.path).outcome, is_run_inactive(read_run(run.path))) == ("running", False)
-    assert not _has_lost_launcher(run.path) and _may_be_running(run.path)
+    assert not _has_lost_launcher(run.path) and _may_run_be_active(run.path)
     file = run.path / "locks" / "holder.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | gone()))
     record_flow_state(run.path, "completed")  # the end of an execution that another one has replaced
     assert "died after 2025-10-09 20:14, resume with: " in status(run) and is_run_inactive(read_run(run.path))
-    assert _has_lost_launcher(run.path) and not _may_be_running(run.path)
+    assert _has_lost_launcher(run.path) and not _may_run_be_active(run.path)
     claim_run(run).release()
     record_stop(run.path, [stage.name for stage in run.pipeline.stages])
     assert read_run(run.path).outcome == "done", "a command for a TOML file that was stopped after its last stage"
@@ -234,7 +234,7 @@ def test_a_flow_whose_machine_was_restarted_died(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(process, "_read_machine_id", lambda machine_id=machine_id: machine_id and "here")
         file.write_text(json.dumps(holder | {"launcher_machine": machine, "launcher_machine_id": machine_id}))
         assert read_run(run.path).outcome == ("died" if is_dead else "running")
-        assert _may_be_running(run.path) is not is_dead
+        assert _may_run_be_active(run.path) is not is_dead
 
 
 def test_a_flow_in_python_that_has_completed_is_done_whatever_stage_has_failed_before(tmp_path: Path) -> None:

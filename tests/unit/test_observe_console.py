@@ -207,7 +207,7 @@ def test_durations_read_as_people_say_them_and_numbers_have_three_digits_that_ma
 
 def test_metrics_are_told_apart_by_what_they_are_about() -> None:
     keys = ("loss", "train/loss", "reward/mean", "validation/reward", "reward/std")
-    assert [formatting.metric_family(key) for key in keys] == ["loss", "loss", "reward", "reward", "std"]
+    assert [formatting.get_metric_family(key) for key in keys] == ["loss", "loss", "reward", "reward", "std"]
     assert formatting.find_headline_metric({"loss": 0.1, "kl": 0.0, "reward/mean": 0.5}) == ("reward", 0.5)
     assert formatting.find_headline_metric({"grad_norm": 1.0, "train/loss": 2.0}) == ("loss", 2.0)
     assert formatting.find_headline_metric({"grad_norm": 1.0}) is None

@@ -20,7 +20,7 @@ from cosmos_core.observe.record import read_run
 from cosmos_core.run.files import read_json_object
 from cosmos_core.run.progress import ProgressRecord
 from tasks import events
-from tasks.artifacts import StageArtifacts, _render_run_card, run_card_key
+from tasks.artifacts import StageArtifacts, _render_run_card, make_run_card_key
 from tests.unit.observed_runs import Page, finished_run, write, write_lines
 
 
@@ -82,7 +82,7 @@ def test_a_server_that_does_not_respond_holds_up_no_stage(tmp_path: Path, monkey
                 artifacts.update(ProgressRecord(step=step, total=2))
             assert "artifacts" in {thread.name for thread in threading.enumerate()}, "the server is still asked"
             thread = artifacts._thread
-            monkeypatch.setattr("tasks.artifacts._MAX_WAIT_SECONDS", 0.0)
+            monkeypatch.setattr("tasks.artifacts._MAX_PUBLISH_WAIT_SECONDS", 0.0)
             no_result: Any = None
             artifacts.finish(no_result)
         assert thread is not None and thread.is_alive()
@@ -91,5 +91,5 @@ def test_a_server_that_does_not_respond_holds_up_no_stage(tmp_path: Path, monkey
 
 
 def test_pipelines_whose_names_differ_in_letters_that_keys_lack_share_no_artifacts() -> None:
-    keys = [run_card_key(name) for name in ("数学", "物理", "Übung 1", "übung-1", "math")]
+    keys = [make_run_card_key(name) for name in ("数学", "物理", "Übung 1", "übung-1", "math")]
     assert len({*keys}) == 5 and keys[-1] == "math-run" and all(re.fullmatch("[a-z0-9][a-z0-9-]*", key) for key in keys)

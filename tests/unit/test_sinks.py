@@ -218,11 +218,13 @@ def test_a_sink_that_raises_costs_one_warning(tmp_path: Path, caplog: pytest.Log
     )
 
 
-@pytest.mark.parametrize(("is_stopping", "limit"), [(False, "CLOSE_TIMEOUT_SECONDS"), (True, "STOP_TIMEOUT_SECONDS")])
+@pytest.mark.parametrize(
+    ("is_stopping", "limit"), [(False, "SINK_CLOSE_TIMEOUT_SECONDS"), (True, "SINK_STOP_TIMEOUT_SECONDS")]
+)
 def test_a_sink_that_hangs_is_waited_for_so_long_and_no_longer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_stopping: bool, limit: str
 ) -> None:
-    for each in ("CLOSE_TIMEOUT_SECONDS", "STOP_TIMEOUT_SECONDS"):  # the other is longer than a test may take
+    for each in ("SINK_CLOSE_TIMEOUT_SECONDS", "SINK_STOP_TIMEOUT_SECONDS"):  # the other is longer than a test may take
         monkeypatch.setattr(sinks, each, 0.1 if each == limit else 7200.0)
     stage, released = make_stage(tmp_path / "r1", "wandb", "tensorboard"), threading.Event()
     stage.stop_requested = is_stopping
@@ -328,7 +330,7 @@ def test_offline_an_attempt_leaves_a_folder_with_all_steps_so_far(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(sinks, "CLOSE_TIMEOUT_SECONDS", 60.0)
+    monkeypatch.setattr(sinks, "SINK_CLOSE_TIMEOUT_SECONDS", 60.0)
     train(make_stage(tmp_path / "r1"), 1, 7)
     stage = make_stage(tmp_path / "r1", "wandb")
     state = np.random.get_state()[1]

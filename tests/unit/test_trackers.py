@@ -54,7 +54,7 @@ def mlflow(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
         empty.backup(used)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    monkeypatch.setattr(sinks, "CLOSE_TIMEOUT_SECONDS", 60.0)
+    monkeypatch.setattr(sinks, "SINK_CLOSE_TIMEOUT_SECONDS", 60.0)
     monkeypatch.chdir(tmp_path)
     from mlflow import MlflowClient
 
@@ -156,7 +156,7 @@ def test_kills_lose_and_repeat_nothing_on_mlflow(mlflow: Any, tmp_path: Path) ->
 def trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The package, which stores below this folder."""
     storage = pytest.importorskip("trackio.sqlite_storage", reason="the extra trackio is not installed")
-    monkeypatch.setattr(sinks, "CLOSE_TIMEOUT_SECONDS", 60.0)
+    monkeypatch.setattr(sinks, "SINK_CLOSE_TIMEOUT_SECONDS", 60.0)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path / "trackio")
     return storage.SQLiteStorage

@@ -133,7 +133,7 @@ def test_an_upload_that_is_to_stop_does_not_wait_as_long_as_a_busy_hub_asks(
     folder, record = model(tmp_path / "m", "v1")
     server.once("429", "repos/create", 99)
     server.retry_after = 7200  # longer than a test may take
-    monkeypatch.setattr(hub, "_MAX_WAIT_SECONDS", 7200.0)
+    monkeypatch.setattr(hub, "_MAX_RETRY_DELAY_SECONDS", 7200.0)
     sums = target()
 
     def pause() -> None:

@@ -28,9 +28,9 @@ from cosmos_core.run.stage import Stage
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_SECONDS = 5.0
+SINK_CLOSE_TIMEOUT_SECONDS = 5.0
 """Maximum number of seconds to wait for all metric sinks together when a stage ends."""
-STOP_TIMEOUT_SECONDS = 2.0
+SINK_STOP_TIMEOUT_SECONDS = 2.0
 """Maximum number of seconds to wait for all metric sinks when a stage ends because it was requested to stop; the rest
 of its grace period is reserved for the checkpoint."""
 
@@ -94,7 +94,7 @@ def send_to_sinks(stage: Stage, find_sink_opener: Callable[[str], SinkOpener] = 
         yield
         exit_code = EXIT_OK
     finally:
-        timeout_seconds = STOP_TIMEOUT_SECONDS if stage.stop_requested else CLOSE_TIMEOUT_SECONDS
+        timeout_seconds = SINK_STOP_TIMEOUT_SECONDS if stage.stop_requested else SINK_CLOSE_TIMEOUT_SECONDS
         deadline = time.monotonic() + timeout_seconds
         for sink_thread in sink_threads:
             sink_thread.signal_end_of_metrics(exit_code)
@@ -158,8 +158,8 @@ class _SinkThread:
         sink.close(self._exit_code)
 
     def _log_warning(self, problem_text: str) -> None:
-        message_template = "logging.logger %r: %s; training does not need it, metrics.jsonl is complete"
-        logger.warning(message_template, self._sink_name, " ".join(problem_text.split()))
+        warning_template = "logging.logger %r: %s; training does not need it, metrics.jsonl is complete"
+        logger.warning(warning_template, self._sink_name, " ".join(problem_text.split()))
 
 
 def _pick_validation_metrics(line: dict[str, Any]) -> dict[str, Any]:
