@@ -78,9 +78,9 @@ def convert(file: ConfigArgument) -> None:
 @config_app.command("coverage")
 def print_key_coverage() -> None:
     """Print the status of every configuration key and, for each key in use, the test that shows its effect."""
-    from cosmos_core.config.describe import all_keys, effect_test_by_key
+    from cosmos_core.config.describe import effect_test_by_key, list_keys
 
-    key_descriptions = [key for key in all_keys() if not key.is_table]
+    key_descriptions = [key for key in list_keys() if not key.is_table]
     for key in key_descriptions:
         typer.echo(f"{key.status:<12} {key.name}  {effect_test_by_key().get(key.name, key.note)}")
     counts_by_status = Counter(key.status for key in key_descriptions)

@@ -47,11 +47,11 @@ def advantages(
     advantages_N = np.concatenate([*group_advantages, np.zeros(0)])
     if algo.startswith("reinforce++"):
         token_counts = num_tokens or [[1] * len(rewards) for rewards in reward_groups]
-        rewards_and_counts = zip(chain(*reward_groups), chain(*token_counts), strict=True)
-        valid_token_counts = [count for reward, count in rewards_and_counts if _is_finite(reward)]
+        rewards_and_token_counts = zip(chain(*reward_groups), chain(*token_counts), strict=True)
+        valid_token_counts = [count for reward, count in rewards_and_token_counts if _is_finite(reward)]
         advantages_N = whiten(advantages_N, np.array(valid_token_counts, dtype=np.float64))
-    next_advantages = iter(advantages_N.tolist())
-    advantage_rows = [[next(next_advantages) if _is_finite(r) else None for r in rewards] for rewards in reward_groups]
+    advantage_iter = iter(advantages_N.tolist())
+    advantage_rows = [[next(advantage_iter) if _is_finite(r) else None for r in rewards] for rewards in reward_groups]
     num_constant_groups = sum(len(rewards) > 1 and max(rewards) == min(rewards) for rewards in valid_rewards)
     return advantage_rows, num_constant_groups / max(1, len(valid_rewards))
 
@@ -66,10 +66,10 @@ def whiten(values_N: np.ndarray, token_counts_N: np.ndarray) -> np.ndarray:
     """
     if _all_equal(values_N[token_counts_N > 0]):
         return np.zeros_like(values_N)
-    mean = np.average(values_N, weights=token_counts_N)
-    variance = (token_counts_N * (values_N - mean) ** 2).sum() / (token_counts_N.sum() - 1)
-    centred_values_N: np.ndarray = values_N - mean
-    return centred_values_N / np.sqrt(variance + _VARIANCE_EPSILON)
+    weighted_mean = np.average(values_N, weights=token_counts_N)
+    weighted_variance = (token_counts_N * (values_N - weighted_mean) ** 2).sum() / (token_counts_N.sum() - 1)
+    centred_values_N: np.ndarray = values_N - weighted_mean
+    return centred_values_N / np.sqrt(weighted_variance + _VARIANCE_EPSILON)
 
 
 def whitened_returns(
@@ -148,15 +148,15 @@ def gdpo_advantages(rewards: Sequence[RewardsByGroup], weights: Sequence[float])
     the same formula over all completions of the train step. A value that a completion lacks, because the function does
     not apply to it, adds nothing to the sum; a completion without any value has the advantage None."""
     rewards_by_group = zip(*rewards, strict=True)
-    has_value_by_group = [[any(map(_is_finite, each)) for each in zip(*row, strict=True)] for row in rewards_by_group]
-    weighted_sums = [np.zeros(len(row)) for row in has_value_by_group]
+    has_reward_by_group = [[any(map(_is_finite, each)) for each in zip(*row, strict=True)] for row in rewards_by_group]
+    weighted_sums = [np.zeros(len(row)) for row in has_reward_by_group]
     for rewards_of_function, weight in zip(rewards, weights, strict=True):
         for weighted_sum_G, group_values in zip(weighted_sums, rewards_of_function, strict=True):
-            has_value_G = np.array(list(map(_is_finite, group_values)), dtype=bool)
-            weighted_sum_G[has_value_G] += weight * _standardise(np.array(list(filter(_is_finite, group_values))))
-    valid_sums = [weighted_sum_G[row] for weighted_sum_G, row in zip(weighted_sums, has_value_by_group, strict=True)]
-    normalised_values = iter(_standardise(np.concatenate([*valid_sums, np.zeros(0)])))
-    return [[float(next(normalised_values)) if has_value else None for has_value in row] for row in has_value_by_group]
+            is_finite_G = np.array(list(map(_is_finite, group_values)), dtype=bool)
+            weighted_sum_G[is_finite_G] += weight * _standardise(np.array(list(filter(_is_finite, group_values))))
+    finite_sums = [weighted_sum_G[row] for weighted_sum_G, row in zip(weighted_sums, has_reward_by_group, strict=True)]
+    normalised_sums = iter(_standardise(np.concatenate([*finite_sums, np.zeros(0)])))
+    return [[float(next(normalised_sums)) if has_reward else None for has_reward in row] for row in has_reward_by_group]
 
 
 def _standardise(values_N: np.ndarray) -> np.ndarray:

@@ -19,15 +19,15 @@ Metrics = dict[str, Tensor]
 """Metrics by name. Each is a float64 tensor `[sum, count]`, which is added over micro-batches and ranks."""
 
 
-def compute_denominator(loss_type: LossAggregation, lengths: Iterable[int], max_tokens: int | None = None) -> float:
-    """Return the denominator D of the loss of an optimizer step; `lengths`: number of unmasked tokens of each sequence.
+def compute_denominator(loss_type: LossAggregation, seq_lengths: Iterable[int], max_tokens: int | None = None) -> float:
+    """Return the denominator D of the loss of an optimizer step; `seq_lengths`: unmasked tokens of each sequence.
 
     D is, by `loss_type`: for `token-mean` the number of tokens; for `seq-mean-token-sum` the number of sequences with
     at least one token; for `seq-mean-token-mean` the same number, times the constant `max_tokens` if that is set (Dr.
     GRPO, arXiv 2503.20783); for `token-sum` 1. Without tokens D is 1, so that the loss is 0 rather than NaN."""
     if loss_type == "token-sum":
         return 1.0
-    denominator = sum(lengths) if loss_type == "token-mean" else sum(length > 0 for length in lengths)
+    denominator = sum(seq_lengths) if loss_type == "token-mean" else sum(length > 0 for length in seq_lengths)
     if loss_type == "seq-mean-token-mean" and max_tokens is not None:
         denominator *= max_tokens
     return float(max(denominator, 1))
@@ -57,24 +57,24 @@ def token_metric(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.stack([masked_sum, mask_BT.bool().sum().to(torch.float64)])
 
 
-def dataset_masks(sources: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each data set in `sources`, with a mask of its samples. `sources` has for each sample the name
-    of its data set, or an empty string, which is not yielded, if the recipe has only one data set."""
-    for name in dict.fromkeys(filter(None, sources)):
-        yield name, torch.tensor([source == name for source in sources])
+def make_dataset_masks(dataset_names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name of each data set in `dataset_names`, with a mask of its samples. `dataset_names` has for each
+    sample the name of its data set, or an empty string, which is not yielded, if the recipe has only one data set."""
+    for name in dict.fromkeys(filter(None, dataset_names)):
+        yield name, torch.tensor([source == name for source in dataset_names])
 
 
-def add_metrics(metrics: Metrics, other_metrics: Metrics) -> Metrics:
+def add_metrics(metrics: Metrics, added_metrics: Metrics) -> Metrics:
     """Return the sums of two sets of metrics by name; a metric that only one set has is kept unchanged."""
-    return metrics | other_metrics | {n: metrics[n] + other_metrics[n] for n in metrics.keys() & other_metrics.keys()}
+    return metrics | added_metrics | {n: metrics[n] + added_metrics[n] for n in metrics.keys() & added_metrics.keys()}
 
 
 def compute_means(metric_totals: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the mean (sum / count) of each metric; metrics with count 0 are left out. For a metric NAME with a metric
     `NAME_square` of its squares, such as an importance weight, the result also has the effective sample size as a
     fraction of the tokens: mean^2 / mean of the squares (Kish)."""
-    sums_and_counts = {name: metric.tolist() for name, metric in metric_totals.items()}
-    metric_means = {name: metric_sum / count for name, (metric_sum, count) in sums_and_counts.items() if count}
+    metric_sums_and_counts = {name: metric.tolist() for name, metric in metric_totals.items()}
+    metric_means = {name: metric_sum / count for name, (metric_sum, count) in metric_sums_and_counts.items() if count}
     for key, mean in list(metric_means.items()):
         name = key.removesuffix("_square")
         if mean and name != key and name in metric_means:

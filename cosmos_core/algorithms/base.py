@@ -154,9 +154,9 @@ class Algorithm:
             losses = [-row["logprobs"].sum(dtype=torch.float64).item() for row in outputs]
             loss_sum += sum(losses)
             for sample, sample_loss in zip(samples, losses, strict=True):
-                if source := getattr(sample, "source", ""):
-                    dataset_loss, token_count = sums_by_dataset.get(source, (0.0, 0))
-                    sums_by_dataset[source] = dataset_loss + sample_loss, token_count + sample.num_learned
+                if dataset := getattr(sample, "source", ""):
+                    dataset_loss, token_count = sums_by_dataset.get(dataset, (0.0, 0))
+                    sums_by_dataset[dataset] = dataset_loss + sample_loss, token_count + sample.num_learned
             num_correct_tokens += sum(row["is_argmax"].sum().item() for row in outputs)
             num_tokens += sum(sample.num_learned for sample in samples)
         loss = loss_sum / max(1, num_tokens)
@@ -165,7 +165,7 @@ class Algorithm:
             "perplexity": math.exp(min(loss, 700.0)),
             "token_accuracy": num_correct_tokens / max(1, num_tokens),
             "tokens": float(num_tokens),
-            **{f"loss/{source}": total / max(1, count) for source, (total, count) in sums_by_dataset.items()},
+            **{f"loss/{dataset}": total / max(1, count) for dataset, (total, count) in sums_by_dataset.items()},
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _to_scalar(name: str, value: Any) -> Tensor:
     return number.reshape(())
 
 
-def equal_batches(num_samples: int, size: int | None) -> list[slice]:
+def split_equally(num_samples: int, size: int | None) -> list[slice]:
     """Divide the `num_samples` samples of a train step into its optimizer steps, and return one slice for each. A slice
     has at most `size` samples; None: one slice has all samples. Sizes differ by at most 1, because otherwise a few
     remaining samples could get an optimizer step of their own."""

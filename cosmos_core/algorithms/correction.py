@@ -76,34 +76,34 @@ def importance_weights(
     valid_mask_BT = mask_BT & is_logprob_finite_BT
     old_logprobs_BT = apply_mask(old_logprobs_BT, valid_mask_BT)
     rollout_logprobs_BT = apply_mask(rollout_logprobs_BT, valid_mask_BT)
-    log_weight_BT = log_ratio_BT = old_logprobs_BT - rollout_logprobs_BT
+    log_importance_weight_BT = log_ratio_BT = old_logprobs_BT - rollout_logprobs_BT
     if weight_rule.name.startswith("sequence"):
-        log_weight_BT = log_ratio_BT.sum(-1, keepdim=True).expand_as(log_ratio_BT)
-    ratio_BT = apply_mask(log_weight_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), valid_mask_BT)
-    accepted_mask_BT, weights_BT = valid_mask_BT, ratio_BT.clamp(max=weight_rule.max_weight)
+        log_importance_weight_BT = log_ratio_BT.sum(-1, keepdim=True).expand_as(log_ratio_BT)
+    ratio_BT = apply_mask(log_importance_weight_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), valid_mask_BT)
+    accepted_mask_BT, importance_weights_BT = valid_mask_BT, ratio_BT.clamp(max=weight_rule.max_weight)
     if weight_rule.name == "none":
-        weights_BT = torch.ones_like(ratio_BT)
+        importance_weights_BT = torch.ones_like(ratio_BT)
     elif weight_rule.name.endswith("mask"):
         accepted_mask_BT = valid_mask_BT & (ratio_BT >= weight_rule.min_weight) & (ratio_BT <= weight_rule.max_weight)
-    num_valid_B1 = valid_mask_BT.sum(-1, keepdim=True).clamp(min=1)
+    length_B1 = valid_mask_BT.sum(-1, keepdim=True).clamp(min=1)
     if weight_rule.geometric_mean_range is not None:
         min_mean_ratio, max_mean_ratio = weight_rule.geometric_mean_range
-        mean_ratio_B1 = (log_ratio_BT.sum(-1, keepdim=True) / num_valid_B1).exp()
+        mean_ratio_B1 = (log_ratio_BT.sum(-1, keepdim=True) / length_B1).exp()
         accepted_mask_BT = accepted_mask_BT & (mean_ratio_B1 >= min_mean_ratio) & (mean_ratio_B1 <= max_mean_ratio)
     k3_BT = apply_mask(k3(rollout_logprobs_BT, old_logprobs_BT)[0], valid_mask_BT)
     if weight_rule.max_mean_k3_kl is not None:
-        accepted_mask_BT = accepted_mask_BT & (k3_BT.sum(-1, keepdim=True) / num_valid_B1 <= weight_rule.max_mean_k3_kl)
+        accepted_mask_BT = accepted_mask_BT & (k3_BT.sum(-1, keepdim=True) / length_B1 <= weight_rule.max_mean_k3_kl)
     if weight_rule.max_token_k3_kl is not None:
         accepted_mask_BT = accepted_mask_BT & (k3_BT.amax(-1, keepdim=True) <= weight_rule.max_token_k3_kl)
-    weights_BT = apply_mask(weights_BT, accepted_mask_BT) / weight_rule.weight_divisor
+    importance_weights_BT = apply_mask(importance_weights_BT, accepted_mask_BT) / weight_rule.weight_divisor
     metrics = {
-        "rollout/weight": token_metric(weights_BT, mask_BT),
-        "rollout/weight_square": token_metric(weights_BT.square(), mask_BT),
+        "rollout/weight": token_metric(importance_weights_BT, mask_BT),
+        "rollout/weight_square": token_metric(importance_weights_BT.square(), mask_BT),
         "rollout/weight_capped": token_metric(ratio_BT > weight_rule.max_weight, mask_BT),
         "rollout/weight_refused": token_metric(valid_mask_BT & ~accepted_mask_BT, mask_BT),
         "rollout/logprob_not_finite": token_metric(~is_logprob_finite_BT, mask_BT),
     }
-    return weights_BT, metrics
+    return importance_weights_BT, metrics
 
 
 def self_normalise_weights(

@@ -18,7 +18,7 @@ from cosmos_core.algorithms.flow_rl import FlowRl, SeededSample, sum_metrics
 from cosmos_core.config.schema.diffusion_nft import OLD_POLICY_WEIGHTS
 from cosmos_core.models.base import MicroBatch
 
-_SEED_MASK = (1 << 63) - 1
+_MAX_NOISE_SEED = (1 << 63) - 1
 
 
 class DiffusionNft(FlowRl):
@@ -34,11 +34,11 @@ class DiffusionNft(FlowRl):
             sample, text = rollout.diffusion_sample, rollout.prompt.embedding
             sigmas, num_clean_frames = sample.sigmas[:-1], sample.num_conditioning_frames
             num_noise_levels = int(self.diffusers.timesteps_fraction * len(sigmas))
-            sigma_order = np.argsort(np.random.PCG64(rollout.seed).random_raw(len(sigmas)), kind="stable").tolist()
-            for i in sigma_order[:num_noise_levels]:
-                noise_seed = (rollout.seed + 1 + i) & _SEED_MASK
+            shuffled_indices = np.argsort(np.random.PCG64(rollout.seed).random_raw(len(sigmas)), kind="stable").tolist()
+            for i in shuffled_indices[:num_noise_levels]:
+                noise_seed = (rollout.seed + 1 + i) & _MAX_NOISE_SEED
                 samples.append(SeededSample(sample.latents, sigmas[i], text, rollout, noise_seed, num_clean_frames))
-        config, beta, num_samples = self.config, self.diffusers.nft_beta, float(len(samples))
+        config, nft_beta, num_samples = self.config, self.diffusers.nft_beta, float(len(samples))
         min_advantage, max_advantage = config.advantage_low, config.advantage_high
 
         def loss(batch: MicroBatch) -> Loss:
@@ -50,7 +50,7 @@ class DiffusionNft(FlowRl):
                 outputs["velocity"], outputs[f"{OLD_POLICY_WEIGHTS}/velocity"], outputs.get("reference/velocity"),
                 outputs["noisy"], outputs["latents"], sigma_B, optimality_B, batch.mask,
             )  # fmt: skip
-            loss_terms = nft_loss(nft_inputs, beta, max_advantage)
+            loss_terms = nft_loss(nft_inputs, nft_beta, max_advantage)
             loss_value = (loss_terms.policy_loss_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
             metrics = sum_metrics(
                 policy_loss=loss_terms.policy_loss_B,
@@ -64,8 +64,8 @@ class DiffusionNft(FlowRl):
         return Update(samples, loss, extra_weights=(OLD_POLICY_WEIGHTS, *self._reference_weight_names))
 
     def after_train_step(self, step: int, view: TrainerView) -> None:
-        decay = old_policy_decay(self.diffusers.weight_copy_decay_type, self._num_updates)
-        view.move_towards_policy(OLD_POLICY_WEIGHTS, 1 - decay)
+        old_policy_decay_rate = old_policy_decay(self.diffusers.weight_copy_decay_type, self._num_updates)
+        view.move_towards_policy(OLD_POLICY_WEIGHTS, 1 - old_policy_decay_rate)
         super().after_train_step(step, view)
 
 

@@ -75,15 +75,16 @@ def teacher_loss(
     return TeacherLoss(None if future_sum_BS is None else -kl_coef * future_sum_BS, kl_coef * divergence_BS, metrics)
 
 
-def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:
+def discounted_sums(token_values_BS: Tensor, discount: float) -> Tensor:
     """Return for each token the discounted sum of the values of later tokens: the sum over n >= 1 of discount^n times
     the value n tokens later."""
-    sum_BS, num_summed_terms = values_BS, 1
-    # Double the number of terms in `sum_BS` each time, so that few additions sum over a long sequence.
-    while discount and num_summed_terms < values_BS.shape[1]:
-        sum_BS = sum_BS + discount**num_summed_terms * pad(sum_BS[:, num_summed_terms:], (0, num_summed_terms))
+    discounted_sum_BS, num_summed_terms = token_values_BS, 1
+    # Double the number of terms in `discounted_sum_BS` each time, so that few additions sum over a long sequence.
+    while discount and num_summed_terms < token_values_BS.shape[1]:
+        shifted_sum_BS = pad(discounted_sum_BS[:, num_summed_terms:], (0, num_summed_terms))
+        discounted_sum_BS = discounted_sum_BS + discount**num_summed_terms * shifted_sum_BS
         num_summed_terms *= 2
-    return discount * pad(sum_BS[:, 1:], (0, 1))
+    return discount * pad(discounted_sum_BS[:, 1:], (0, 1))
 
 
 def append_other_logprob(logprobs_BSK: Tensor) -> Tensor:
@@ -139,8 +140,8 @@ def unmask_prompt(sample: Sample, num_prompt_tokens: int) -> Sample:
     loss_mask = sample.loss_mask.copy()
     loss_mask[1:num_prompt_tokens] = 1
     assert sample.rollout_logprobs is not None
-    unknown_logprobs = np.full(max(0, num_prompt_tokens - 1), np.nan, dtype=np.float32)
-    rollout_logprobs = np.concatenate([unknown_logprobs, sample.rollout_logprobs])
+    nan_prompt_logprobs = np.full(max(0, num_prompt_tokens - 1), np.nan, dtype=np.float32)
+    rollout_logprobs = np.concatenate([nan_prompt_logprobs, sample.rollout_logprobs])
     return replace(sample, loss_mask=loss_mask, rollout_logprobs=rollout_logprobs)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from cosmos_core.algorithms.aggregate import Metrics, apply_mask, compute_denominator, compute_means, dataset_masks
+from cosmos_core.algorithms.aggregate import Metrics, apply_mask, compute_denominator, compute_means, make_dataset_masks
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.config.schema.dpo import DpoConfig, DpoLossConfig
 from cosmos_core.data.sample import Sample
@@ -52,7 +52,7 @@ def preference_loss(
         if name != "sft":
             pair_losses_P = _PAIR_LOSSES[name](pairs, chosen_rewards_P, rejected_rewards_P, config)
             loss = loss + weight * pair_losses_P.sum() / num_pairs
-    values_by_metric = {
+    pair_values_by_metric = {
         "rewards/chosen": chosen_rewards_P,
         "rewards/rejected": rejected_rewards_P,
         "rewards/margin": chosen_rewards_P - rejected_rewards_P,
@@ -62,7 +62,7 @@ def preference_loss(
     }
     pair_count = torch.tensor(float(len(chosen_rewards_P)), dtype=torch.float64, device=chosen_rewards_P.device)
     return loss, {
-        k: torch.stack([v.detach().sum(dtype=torch.float64), pair_count]) for k, v in values_by_metric.items()
+        k: torch.stack([v.detach().sum(dtype=torch.float64), pair_count]) for k, v in pair_values_by_metric.items()
     }
 
 
@@ -73,9 +73,9 @@ def dataset_losses(
     by numbers of pairs, is the loss of the optimizer step. `mean_chosen_tokens`: mean number of tokens of the chosen
     responses of the optimizer step, the denominator of loss terms that are sums over tokens (SFT)."""
     metrics = {}
-    for name, mask_P in dataset_masks(sources):
-        source_pairs = PairLogprobs(*(values_P.detach()[mask_P] for values_P in pairs))
-        loss, _ = preference_loss(source_pairs, config, 1.0, mean_chosen_tokens)
+    for name, mask_P in make_dataset_masks(sources):
+        dataset_pairs = PairLogprobs(*(values_P.detach()[mask_P] for values_P in pairs))
+        loss, _ = preference_loss(dataset_pairs, config, 1.0, mean_chosen_tokens)
         metrics[f"loss/{name}"] = torch.stack([loss.double(), mask_P.sum().to(loss.device, torch.float64)])
     return metrics
 
@@ -89,14 +89,14 @@ def _robust_loss(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, conf
     return (flip_rate * logsigmoid(-margin_P) - (1 - flip_rate) * logsigmoid(margin_P)) / (1 - 2 * flip_rate)
 
 
-def _per_token_margin(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+def _margin_per_token(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
     """Return for each pair the value of the chosen response (its reward or log-probability) minus that of the rejected
     one, both divided by the number of tokens of the response."""
     return chosen_P / pairs.num_chosen_tokens.clamp(min=1) - rejected_P / pairs.num_rejected_tokens.clamp(min=1)
 
 
 def _simpo_loss(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config: DpoLossConfig) -> Tensor:
-    margin_P = config.beta * _per_token_margin(pairs, pairs.chosen, pairs.rejected) - config.simpo_gamma
+    margin_P = config.beta * _margin_per_token(pairs, pairs.chosen, pairs.rejected) - config.simpo_gamma
     return _smooth_log_sigmoid(margin_P, config.label_smoothing)
 
 
@@ -115,10 +115,10 @@ _PAIR_LOSSES: dict[str, Callable[[PairLogprobs, Tensor, Tensor, DpoLossConfig], 
     "robust": _robust_loss,
     "bco_pair": lambda _, c, r, config: -logsigmoid(c) - logsigmoid(-r),
     "hinge": lambda _, c, r, config: torch.relu(1 - (c - r)),
-    "ipo": lambda pairs, c, r, config: (_per_token_margin(pairs, c, r) / config.beta - 1 / (2 * config.beta)) ** 2,
+    "ipo": lambda pairs, c, r, config: (_margin_per_token(pairs, c, r) / config.beta - 1 / (2 * config.beta)) ** 2,
     "apo_zero": lambda _, c, r, config: torch.sigmoid(-c) + torch.sigmoid(r),
     "apo_down": lambda _, c, r, config: torch.sigmoid(c) + torch.sigmoid(r - c),
-    "sigmoid_norm": lambda pairs, c, r, config: -logsigmoid(_per_token_margin(pairs, c, r)),
+    "sigmoid_norm": lambda pairs, c, r, config: -logsigmoid(_margin_per_token(pairs, c, r)),
     "simpo": _simpo_loss,
     "orpo": _orpo_loss,
 }
@@ -139,14 +139,14 @@ class Dpo(Algorithm):
         def loss(micro_batch: MicroBatch) -> Loss:
             sorted_indices = sorted(micro_batch.indices)
             assert sorted_indices == [j for i in sorted_indices if i % 2 == 0 for j in (i, i + 1)], "a pair was split"
-            row_order = sorted(range(len(sorted_indices)), key=lambda row: micro_batch.indices[row])
+            rows_in_pair_order = sorted(range(len(sorted_indices)), key=lambda row: micro_batch.indices[row])
             logps_B = apply_mask(micro_batch.logprobs_BS, micro_batch.mask_BS).sum(-1, dtype=torch.float64)
             reference_logps_B = logps_B.new_tensor([sample.reference_logprob for sample in micro_batch.samples])
-            row_value_tensors = (logps_B, reference_logps_B, micro_batch.mask_BS.sum(-1).to(logps_B))
-            response_rows = row_order[::2], row_order[1::2]
-            pairs = PairLogprobs(*(values_B[rows] for values_B in row_value_tensors for rows in response_rows))
+            logprobs_and_lengths = (logps_B, reference_logps_B, micro_batch.mask_BS.sum(-1).to(logps_B))
+            response_rows = rows_in_pair_order[::2], rows_in_pair_order[1::2]
+            pairs = PairLogprobs(*(values_B[rows] for values_B in logprobs_and_lengths for rows in response_rows))
             loss_value, metrics = preference_loss(pairs, self.config.dpo, num_pairs, num_chosen_tokens)
-            sources = [micro_batch.samples[row].source for row in row_order[::2]]
+            sources = [micro_batch.samples[row].source for row in rows_in_pair_order[::2]]
             metrics |= dataset_losses(pairs, sources, self.config.dpo, num_chosen_tokens / num_pairs)
             return Loss(loss_value, metrics)
 
@@ -162,9 +162,9 @@ class Dpo(Algorithm):
             reference_logps += [sample.reference_logprob for sample in samples]
             token_counts += [sample.num_learned for sample in samples]
             sources += [sample.source for sample in samples[::2]]
-        value_tensors = [torch.tensor(values, dtype=torch.float64) for values in (reference_logps, token_counts)]
-        value_tensors.insert(0, torch.cat(logps))
-        pairs = PairLogprobs(*(values[response_offset::2] for values in value_tensors for response_offset in (0, 1)))
+        logprobs_and_lengths = [torch.tensor(values, dtype=torch.float64) for values in (reference_logps, token_counts)]
+        logprobs_and_lengths.insert(0, torch.cat(logps))
+        pairs = PairLogprobs(*(values[first::2] for values in logprobs_and_lengths for first in (0, 1)))
         num_pairs, num_chosen_tokens = len(pairs.chosen), float(sum(token_counts[::2]))
         loss, metrics = preference_loss(pairs, self.config.dpo, num_pairs, num_chosen_tokens)
         metrics |= dataset_losses(pairs, sources, self.config.dpo, num_chosen_tokens / num_pairs)

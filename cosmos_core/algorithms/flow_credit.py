@@ -85,7 +85,7 @@ def _sum_normalised_rewards(groups: Sequence[Sequence[Score]], settings: Advanta
         rewards = [[s.metrics.get(name) if s.value is not None else None for s in scores] for scores in groups]
         rewards_by_function.append(_normalise_rewards(rewards, settings))
     return [
-        [_weighted_sum(values, settings.reward_weights) for values in zip(*group_columns, strict=True)]
+        [_sum_weighted_rewards(values, settings.reward_weights) for values in zip(*group_columns, strict=True)]
         for group_columns in zip(*rewards_by_function, strict=True)
     ]
 
@@ -103,12 +103,12 @@ def _normalise_rewards(
             normalised_rewards.append([None if r is None else 0.0 for r in rewards])
             continue
         std = float((all_rewards if advantage_settings.std_scope == "batch" else values_G).std())
-        mean, divisor = float(values_G.mean()), std + STD_EPSILON if advantage_settings.divides_by_std else 1.0
-        normalised_rewards.append([None if r is None else (r - mean) / divisor for r in rewards])
+        mean, reward_divisor = float(values_G.mean()), std + STD_EPSILON if advantage_settings.divides_by_std else 1.0
+        normalised_rewards.append([None if r is None else (r - mean) / reward_divisor for r in rewards])
     return normalised_rewards
 
 
-def _weighted_sum(values: Sequence[float | None], weights: Mapping[str, float]) -> float | None:
+def _sum_weighted_rewards(values: Sequence[float | None], weights: Mapping[str, float]) -> float | None:
     if all(value is None for value in values):
         return None  # the reward is invalid if all functions lack a value; a single None counts as 0
     return sum(weight * (value or 0.0) for value, weight in zip(values, weights.values(), strict=True))
@@ -131,58 +131,59 @@ class RewardMonitor:
     """Monitor for reward hacking, with the metric `watch/alarm`. The metric is 1 if the diversity of the samples is
     below `min_fraction` times its baseline. It is also 1 if the reward is above its baseline while one of
     `monitored_rewards`, reward functions with weight 0, has fallen by the fraction 1 - `min_fraction` of its baseline.
-    A baseline is a mean over the first `num_baseline_steps` train steps. A warning is logged when the metric becomes
+    A baseline is a mean over the first `num_steps_in_baseline` train steps. A warning is logged when the metric becomes
     1."""
 
-    def __init__(self, min_fraction: float, monitored_rewards: Sequence[str], num_baseline_steps: int = 5) -> None:
-        self._min_fraction, self._num_baseline_steps = min_fraction, num_baseline_steps
+    def __init__(self, min_fraction: float, monitored_rewards: Sequence[str], num_steps_in_baseline: int = 5) -> None:
+        self._min_fraction, self._num_steps_in_baseline = min_fraction, num_steps_in_baseline
         self._monitored_rewards = tuple(monitored_rewards)
         self._baseline_values: dict[str, list[float]] = {}
-        self._is_alarm_on = False
+        self._is_reward_alarm_on = False
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Return the metrics `watch/...` of all groups of a train step, such as their diversity. Log a warning when
         `watch/alarm` becomes 1 because diversity or a monitored reward has fallen."""
         scores = [score for group in groups for score in group.scores]
-        means = {"reward": _mean_or_nan([score.value for score in scores]), "diversity": compute_diversity(groups)}
-        means |= {name: _mean_or_nan([score.metrics.get(name) for score in scores]) for name in self._monitored_rewards}
-        for name, value in means.items():
-            baseline_values = self._baseline_values.setdefault(name, [])
-            if len(baseline_values) < self._num_baseline_steps and math.isfinite(value):
-                baseline_values.append(value)
+        step_means = {"reward": _mean_or_nan([s.value for s in scores]), "diversity": compute_diversity(groups)}
+        step_means |= {name: _mean_or_nan([s.metrics.get(name) for s in scores]) for name in self._monitored_rewards}
+        for name, value in step_means.items():
+            values_of_baseline = self._baseline_values.setdefault(name, [])
+            if len(values_of_baseline) < self._num_steps_in_baseline and math.isfinite(value):
+                values_of_baseline.append(value)
         baselines = {name: float(np.mean(values)) for name, values in self._baseline_values.items() if values}
-        relative_diversity = means["diversity"] / baselines["diversity"] if baselines.get("diversity") else 1.0
-        is_reward_rising = means["reward"] > baselines.get("reward", math.inf)
+        relative_diversity = step_means["diversity"] / baselines["diversity"] if baselines.get("diversity") else 1.0
+        is_reward_rising = step_means["reward"] > baselines.get("reward", math.inf)
         alarm_names = ["diversity"] if relative_diversity < self._min_fraction else []
         for name in self._monitored_rewards if is_reward_rising else ():
-            if name in baselines and means[name] < baselines[name] - (1 - self._min_fraction) * abs(baselines[name]):
+            baseline = baselines.get(name, math.nan)  # no comparison with NaN is true
+            if step_means[name] < baseline - (1 - self._min_fraction) * abs(baseline):
                 alarm_names.append(name)
-        if alarm_names and not self._is_alarm_on:
-            alarm_texts = [f"{name} {baselines[name]:.4g} at first, {means[name]:.4g} now" for name in alarm_names]
-            remedy = "look at the samples, raise kl_beta or add a data term"
-            logger.warning("the reward may be hacked: %s; %s", ", ".join(alarm_texts), remedy)
-        self._is_alarm_on = bool(alarm_names)
+        if alarm_names and not self._is_reward_alarm_on:
+            alarm_texts = [f"{name} {baselines[name]:.4g} at first, {step_means[name]:.4g} now" for name in alarm_names]
+            reward_hacking_remedy = "look at the samples, raise kl_beta or add a data term"
+            logger.warning("the reward may be hacked: %s; %s", ", ".join(alarm_texts), reward_hacking_remedy)
+        self._is_reward_alarm_on = bool(alarm_names)
         return {
-            "watch/diversity": means["diversity"],
+            "watch/diversity": step_means["diversity"],
             "watch/relative_diversity": relative_diversity,
-            **{f"watch/{name}": means[name] for name in self._monitored_rewards if math.isfinite(means[name])},
+            **{f"watch/{n}": step_means[n] for n in self._monitored_rewards if math.isfinite(step_means[n])},
             "watch/alarm": float(bool(alarm_names)),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint: the values of the baselines, and whether the alarm is on."""
         baseline_values = {name: list(values) for name, values in self._baseline_values.items()}
-        return {"first": baseline_values, "is_told": self._is_alarm_on}
+        return {"first": baseline_values, "is_told": self._is_reward_alarm_on}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
         self._baseline_values = {name: list(map(float, values)) for name, values in state.get("first", {}).items()}
-        self._is_alarm_on = bool(state.get("is_told", False))
+        self._is_reward_alarm_on = bool(state.get("is_told", False))
 
 
 def _mean_or_nan(values: Sequence[float | None]) -> float:
-    valid_values = [value for value in values if value is not None]
-    return float(np.mean(valid_values)) if valid_values else math.nan
+    known_values = [value for value in values if value is not None]
+    return float(np.mean(known_values)) if known_values else math.nan
 
 
 def make_noise(noise_shape: Sequence[int], seed: int) -> Tensor:

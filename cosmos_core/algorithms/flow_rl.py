@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.base import Algorithm, TrainerView, Update, equal_batches, metric_weights
+from cosmos_core.algorithms.base import Algorithm, TrainerView, Update, metric_weights, split_equally
 from cosmos_core.algorithms.flow_credit import (
     AdvantageSettings,
     FlowRollout,
@@ -30,7 +30,7 @@ from cosmos_core.types import Sampling, ScoredGroup
 _TRAINING_SEED_OFFSET = 1 << 20
 """Number that is added to the index of a completion in its group to derive the seed for training on this completion, so
 that this seed differs from that of the rollout."""
-_MAX_EXP_INPUT = 100.0
+_MAX_EXPONENT = 100.0
 """Upper bound of -A in -exp(-A), with which the setting `exp_reward` replaces an advantage A, so that exp does not
 overflow. Losses clip advantages at about 5."""
 
@@ -85,9 +85,7 @@ class FlowRl(Algorithm):
         )
         advantages, metrics = diffusion_advantages([group.scores for group in groups], advantage_settings)
         if self.diffusers.flow_rl.exp_reward:
-            advantages = [
-                [None if a is None else -math.exp(min(-a, _MAX_EXP_INPUT)) for a in row] for row in advantages
-            ]
+            advantages = [[None if a is None else -math.exp(min(-a, _MAX_EXPONENT)) for a in row] for row in advantages]
         assert self.sampling is not None
         rollouts = []
         for group, row in zip((scored_group.group for scored_group in groups), advantages, strict=True):
@@ -100,7 +98,7 @@ class FlowRl(Algorithm):
     def updates(self, samples: Sequence[FlowRollout], view: TrainerView) -> Iterator[Update]:
         """Yield the optimizer steps of a train step, each for at most `batch_size_per_optimize` completions. Batches
         without a learning signal, for which `make_optimizer_update` returns None, are skipped."""
-        for batch_slice in equal_batches(len(samples), self.config.batch_size_per_optimize):
+        for batch_slice in split_equally(len(samples), self.config.batch_size_per_optimize):
             if (update := self.make_optimizer_update(samples[batch_slice])) is not None:
                 if self.data_term is not None:
                     data_term_update = self.data_term(self._train_step, self._prompt_ids, self._num_updates)
@@ -127,5 +125,5 @@ class FlowRl(Algorithm):
 def sum_metrics(**values_B: Tensor) -> Metrics:
     """Return for each keyword argument, a tensor with one value per sample, the metric [sum, count] of the same name;
     callers add these metrics over micro-batches and ranks."""
-    flat_values = {name: value_B.detach().double().flatten() for name, value_B in values_B.items()}
-    return {name: torch.stack([v.sum(), v.new_tensor(float(v.numel()))]) for name, v in flat_values.items()}
+    flat_values_by_metric = {name: value_B.detach().double().flatten() for name, value_B in values_B.items()}
+    return {name: torch.stack([v.sum(), v.new_tensor(float(v.numel()))]) for name, v in flat_values_by_metric.items()}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cosmos_core.algorithms.advantages import advantages, gdpo_advantages, whitened_returns
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, aggregate_loss, compute_denominator, token_metric
-from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update, equal_batches, metric_weights
+from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update, metric_weights, split_equally
 from cosmos_core.algorithms.correction import ImportanceWeightRule, importance_weights, self_normalise_weights
 from cosmos_core.algorithms.distillation import TeacherLoss, score_with_teacher, teacher_loss, unmask_prompt
 from cosmos_core.algorithms.objectives.base import PolicySettings, probability_ratio
@@ -154,10 +154,10 @@ class Grpo(Algorithm):
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
         """Yield the optimizer steps of one train step, which makes `mu_iterations` passes over `samples`."""
-        all_samples = [samples[batch] for batch in equal_batches(len(samples), self.config.batch_size_per_optimize)]
+        all_samples = [samples[batch] for batch in split_equally(len(samples), self.config.batch_size_per_optimize)]
         is_scaled_by_advantage = not self.teacher and can_skip_zero_advantage(self.config, self._policy_settings)
-        skips_samples = self.has_separate_gradients and is_scaled_by_advantage
-        samples, batch_slices, metrics = drop_zero_gradient_samples(all_samples, skips_zero_advantage=skips_samples)
+        can_skip_samples = self.has_separate_gradients and is_scaled_by_advantage
+        samples, batch_slices, metrics = drop_zero_gradient_samples(all_samples, skips_zero_advantage=can_skip_samples)
         samples = batch_within_token_limit(samples, self.config.max_token_len_per_mini_batch)
 
         def evaluate_logprobs(weights: str) -> list[Tensor]:
@@ -216,8 +216,8 @@ class Grpo(Algorithm):
                     return Loss(loss_value, metrics)
                 logprobs = logprobs._replace(preupdate_logprobs_BS=micro_batch.logprobs_BS.detach())
             min_ratio, max_ratio = config.rollout_correction_low, config.rollout_correction_high
-            logprob_differences, mismatch_metrics = _compare_engine_logprobs(logprobs, min_ratio, max_ratio)
-            return Loss(loss_value, add_metrics(metrics, mismatch_metrics), logprob_differences)
+            logprob_differences, engine_mismatch_metrics = _compare_engine_logprobs(logprobs, min_ratio, max_ratio)
+            return Loss(loss_value, add_metrics(metrics, engine_mismatch_metrics), logprob_differences)
 
         entropy_mode: Literal["", "value", "gradient"] = "value" if config.log_entropy else ""
         top_k = self.teacher.top_k if self.teacher else 0
@@ -307,8 +307,8 @@ def _make_weight_rule(config: GrpoConfig, sampling: Sampling | None) -> Importan
         weight_rule = replace(weight_rule, name=config.rollout_correction, min_weight=min_weight, max_weight=max_weight)
     elif sampling is not None and sampling.is_off_policy and not has_rollout_ratio:
         weight_rule = replace(weight_rule, name="truncate", max_weight=config.rollout_correction_high)
-    has_sequence_limits = any(sequence_limit is not None for sequence_limit in sequence_limits)
-    return weight_rule if has_sequence_limits or weight_rule.name != "none" else None
+    has_ratio_limits_per_sequence = any(sequence_limit is not None for sequence_limit in sequence_limits)
+    return weight_rule if has_ratio_limits_per_sequence or weight_rule.name != "none" else None
 
 
 def _pad_micro_batch(rows: Sequence[Tensor] | None, micro_batch: MicroBatch) -> Tensor | None:

@@ -21,9 +21,9 @@ def k3(logprobs_BT: Tensor, other_logprobs_BT: Tensor) -> tuple[Tensor, Tensor]:
     A clamped token has no gradient, so nothing pulls it back to the other policy: callers report the mask as a metric.
     Unlike in Cosmos-RL, the estimate itself is not clamped to 10, which would remove the gradient at 2.5 nats.
     """
-    difference_BT = other_logprobs_BT - logprobs_BT
-    clamped_log_ratio_BT = difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.expm1(clamped_log_ratio_BT) - clamped_log_ratio_BT, difference_BT.detach().abs() > MAX_LOG_RATIO
+    log_ratio_BT = other_logprobs_BT - logprobs_BT
+    clamped_log_ratio_BT = log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.expm1(clamped_log_ratio_BT) - clamped_log_ratio_BT, log_ratio_BT.detach().abs() > MAX_LOG_RATIO
 
 
 def k2(logprobs_BT: Tensor, other_logprobs_BT: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import Metrics, apply_mask, compute_means, dataset_masks
+from cosmos_core.algorithms.aggregate import Metrics, apply_mask, compute_means, make_dataset_masks
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.config.schema.kto import KtoConfig, KtoLossConfig
 from cosmos_core.data.sample import Sample, swap_responses
@@ -51,7 +51,7 @@ def dataset_losses(responses: LabelledLogprobs, sources: Sequence[str], kl: Tens
     """Return the mean loss of the responses of each data set of a mixture, as metric `loss/SOURCE`; empty for a single
     data set. `kl` is the estimate of the KL divergence from the reference policy."""
     metrics = {}
-    for name, mask_B in dataset_masks(sources):
+    for name, mask_B in make_dataset_masks(sources):
         dataset_responses = LabelledLogprobs(*(values_B.detach()[mask_B] for values_B in responses))
         loss, _ = unpaired_loss(dataset_responses, kl, config, num_responses=1)
         metrics[f"loss/{name}"] = torch.stack([loss.double(), mask_B.sum().to(loss.device, torch.float64)])

@@ -85,9 +85,9 @@ def policy_loss(loss_inputs: PolicyLossInputs, settings: PolicySettings) -> Poli
             loss_BT = loss_BT - settings.entropy_coeff * apply_mask(loss_inputs.entropy_BT, mask_BT)
     if loss_inputs.ref_logprobs_BT is not None:
         estimate_kl = k2 if settings.kl_estimator == "k2" else k3
-        kl_BT, is_clamped_BT = estimate_kl(logprobs_BT, apply_mask(loss_inputs.ref_logprobs_BT.detach(), mask_BT))
+        kl_BT, is_kl_clamped_BT = estimate_kl(logprobs_BT, apply_mask(loss_inputs.ref_logprobs_BT.detach(), mask_BT))
         metrics["kl"] = token_metric(kl_BT, mask_BT)
-        metrics["kl_clamped"] = token_metric(is_clamped_BT, mask_BT)
+        metrics["kl_clamped"] = token_metric(is_kl_clamped_BT, mask_BT)
         if settings.kl_beta:
             loss_BT = loss_BT + settings.kl_beta * (kl_BT * ratio_BT if settings.unbiased_kl_estimate else kl_BT)
     return PolicyLoss(apply_mask(loss_BT, mask_BT), metrics)

@@ -19,10 +19,10 @@ def high_entropy_masks(samples: Sequence[Sample], entropies: Sequence[Tensor], t
     `top_fraction` over all trained tokens of `samples`. The masks therefore do not depend on micro-batches."""
     samples_and_entropies = zip(samples, entropies, strict=True)
     masks = [torch.as_tensor(s.loss_mask[1:], device=entropy_S.device).bool() for s, entropy_S in samples_and_entropies]
-    trained_entropies = torch.cat([entropy_S[mask_S] for entropy_S, mask_S in zip(entropies, masks, strict=True)])
-    if not trained_entropies.numel():
+    trained_token_entropies = torch.cat([entropy_S[mask_S] for entropy_S, mask_S in zip(entropies, masks, strict=True)])
+    if not trained_token_entropies.numel():
         return masks
-    min_entropy = float(np.quantile(trained_entropies.double().cpu().numpy(), 1 - top_fraction))
+    min_entropy = float(np.quantile(trained_token_entropies.double().cpu().numpy(), 1 - top_fraction))
     return [mask_S & (entropy_S.double() >= min_entropy) for entropy_S, mask_S in zip(entropies, masks, strict=True)]
 
 

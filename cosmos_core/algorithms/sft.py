@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from cosmos_core.algorithms.aggregate import Metrics, apply_mask, compute_denominator, dataset_masks, token_metric
+from cosmos_core.algorithms.aggregate import Metrics, apply_mask, compute_denominator, make_dataset_masks, token_metric
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
@@ -25,7 +25,7 @@ def dataset_losses(batch: MicroBatch) -> Metrics:
     `loss/SOURCE`; empty for a single data set."""
     return {
         f"loss/{name}": token_metric(-batch.logprobs_BS, batch.mask_BS * mask_B.unsqueeze(-1).to(batch.mask_BS))
-        for name, mask_B in dataset_masks([sample.source for sample in batch.samples])
+        for name, mask_B in make_dataset_masks([sample.source for sample in batch.samples])
     }
 
 

@@ -38,17 +38,17 @@ def drop_zero_gradient_samples(
     metric `ZERO_GRADIENT_METRIC`. `samples_by_step` has the samples of each optimizer step. With
     `skips_zero_advantage`, samples with an advantage of 0 are left out of the list, but not below
     `MIN_COMPARED_COMPLETIONS` samples without images, and as many with images, per optimizer step."""
-    selected_samples: list[Sample] = []
+    kept_samples: list[Sample] = []
     batch_slices, num_zero_gradient_samples = [], 0
     for samples in samples_by_step:
-        selected_indices = {i for i, sample in enumerate(samples) if sample.advantage or not skips_zero_advantage}
-        num_zero_gradient_samples += len(samples) - len(selected_indices)
+        kept_sample_indices = {i for i, sample in enumerate(samples) if sample.advantage or not skips_zero_advantage}
+        num_zero_gradient_samples += len(samples) - len(kept_sample_indices)
         for has_images in (False, True):
             same_modality_indices = [i for i, sample in enumerate(samples) if bool(sample.images) == has_images]
-            zero_gradient_indices = [i for i in same_modality_indices if i not in selected_indices]
-            num_missing = max(0, MIN_COMPARED_COMPLETIONS - len(same_modality_indices) + len(zero_gradient_indices))
-            index_stride = max(1, len(zero_gradient_indices) // max(1, num_missing))
-            selected_indices.update(zero_gradient_indices[::index_stride][:num_missing])
-        batch_slices.append(slice(len(selected_samples), len(selected_samples) + len(selected_indices)))
-        selected_samples += [samples[i] for i in sorted(selected_indices)]
-    return selected_samples, batch_slices, {ZERO_GRADIENT_METRIC: float(num_zero_gradient_samples)}
+            zero_gradient_indices = [i for i in same_modality_indices if i not in kept_sample_indices]
+            num_added_back = max(0, MIN_COMPARED_COMPLETIONS - len(same_modality_indices) + len(zero_gradient_indices))
+            index_stride = max(1, len(zero_gradient_indices) // max(1, num_added_back))
+            kept_sample_indices.update(zero_gradient_indices[::index_stride][:num_added_back])
+        batch_slices.append(slice(len(kept_samples), len(kept_samples) + len(kept_sample_indices)))
+        kept_samples += [samples[i] for i in sorted(kept_sample_indices)]
+    return kept_samples, batch_slices, {ZERO_GRADIENT_METRIC: float(num_zero_gradient_samples)}

@@ -46,13 +46,13 @@ rows, or pass rates of rows."""
 
 def check_capabilities(pipeline: Pipeline) -> None:
     """Raise `ConfigError` if this version does not support a setting; the message names key, value and remedy."""
-    error_generators = (_metric_errors, _measured_model_errors, _artifact_store_errors, _missing_statistics_errors,
+    capability_checks = (_metric_errors, _measured_model_errors, _artifact_store_errors, _missing_statistics_errors,
                         _dataset_mixture_errors, _export_comparison_errors, _referenced_output_errors,
                         _unsupported_setting_errors)  # fmt: skip
-    for error_generator, stage in itertools.product(error_generators, pipeline.stages):
-        for message in error_generator(pipeline, stage):
+    for capability_check, stage in itertools.product(capability_checks, pipeline.stages):
+        for message in capability_check(pipeline, stage):
             # An error about an implied stage `NAME-data` names the stage `NAME`, whose keys the user can change.
-            is_about_implied_stage = error_generator in (_dataset_mixture_errors, _referenced_output_errors)
+            is_about_implied_stage = capability_check in (_dataset_mixture_errors, _referenced_output_errors)
             name = stage.name.removesuffix(IMPLIED_STAGE_SUFFIX) if is_about_implied_stage else stage.name
             raise ConfigError(f"{pipeline.source_path}: stage {name!r}: {message}")
 
@@ -76,8 +76,8 @@ def _metric_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
             yield f"require = {condition.text!r}: no stage in its `after` reports {metric!r}{suggestion}"
         stderr_metric = metric + STANDARD_ERROR_SUFFIX
         noise_metrics = [stderr_metric, f"{metric.rpartition('/')[0]}/prompts"][: 1 + is_prompt_fraction(metric)]
-        has_std_error = any(_can_any_report_metric(pipeline, stage_names, each, True) for each in noise_metrics)
-        if stage.confidence and condition.allows_for_noise and "*" not in metric and not has_std_error:
+        is_noise_reported = any(_can_any_report_metric(pipeline, stage_names, each, True) for each in noise_metrics)
+        if stage.confidence and condition.allows_for_noise and "*" not in metric and not is_noise_reported:
             reason = f"no stage in its `after` reports {stderr_metric!r}, the noise of {condition.text!r}"
             yield f"confidence = {stage.confidence:g}: {reason}; compare another metric, or leave confidence out"
 
@@ -197,8 +197,8 @@ def _referenced_output_errors(pipeline: Pipeline, stage: StageConfig) -> Iterato
         name = referenced_stage(reference)
         output_type = "model" if key in MODEL_REFERENCE_KEYS else "data" if key == "data" else "rows"
         if name is not None and not key.endswith("pass_rates") and not _may_produce_output(pipeline, name, output_type):
-            source_kind = pipeline.stage(name).kind
-            yield f"{key} = {reference!r}: a stage of kind {source_kind!r} makes no {output_type}; name another stage"
+            kind_name = pipeline.stage(name).kind
+            yield f"{key} = {reference!r}: a stage of kind {kind_name!r} makes no {output_type}; name another stage"
     if stage.checkpoint:
         training_name = referenced_stage(stage.model) or ""
         model_recipe = pipeline.recipes[training_name]
@@ -222,8 +222,8 @@ def _referenced_output_errors(pipeline: Pipeline, stage: StageConfig) -> Iterato
         merged_stage_names = [name for name in stage.after if name != base_stage_name]
         merged_stage_names = [name for name in merged_stage_names if _may_produce_output(pipeline, name, "model")]
         min_num_models = sum(bool(pipeline.stage_kind(pipeline.stage(name)).entry) for name in merged_stage_names)
-        has_weight_count = not merge_weights or min_num_models <= len(merge_weights) <= len(merged_stage_names)
-        if len(merged_stage_names) < 2 or not has_weight_count:
+        has_weight_per_model = not merge_weights or min_num_models <= len(merge_weights) <= len(merged_stage_names)
+        if len(merged_stage_names) < 2 or not has_weight_per_model:
             yield (
                 f"after = {list(stage.after)} names {len(merged_stage_names)} models to merge, and merge.weights = "
                 f"{list(merge_weights)}; name at least two, and a weight for each or none"
@@ -249,9 +249,9 @@ def _may_produce_output(pipeline: Pipeline, stage_name: str, output_type: str) -
     output."""
     stage, kind = pipeline.stage(stage_name), pipeline.stage_kind(pipeline.stage(stage_name))
     if output_type == "model":
-        target_name = split_publication_target(stage.target)[0]
-        is_published_here = target_name == LOCAL_FOLDER_TARGET or is_import_path(target_name)
-        return kind.makes == "model" or (kind.makes == "publication" and is_published_here) or not kind.entry
+        publication_target = split_publication_target(stage.target)[0]
+        is_local_or_user_target = publication_target == LOCAL_FOLDER_TARGET or is_import_path(publication_target)
+        return kind.makes == "model" or (kind.makes == "publication" and is_local_or_user_target) or not kind.entry
     return kind.makes == output_type or not kind.entry or (kind.completes_prompts and not kind.trains_model)
 
 
@@ -276,11 +276,11 @@ def _ignored_settings(stage_context: StageContext, stage_kinds: StageKinds) -> I
         for key in ("subset", "revision"):
             value, path = getattr(dataset, key), existing_path(dataset_name, Path.cwd())
             # No notice about the `subset` of media without a metadata file: the `prepare` stage refuses an unknown one.
-            checks_decode_media = stage_context.recipe.policy.modality.is_media_decoded_by_checks
-            is_media_folder = path and path.is_dir() and checks_decode_media and not any(path.glob("metadata.*"))
+            is_media_decoded_by_checks = stage_context.recipe.policy.modality.is_media_decoded_by_checks
+            is_media_folder = path and path.is_dir() and is_media_decoded_by_checks and not any(path.glob("metadata.*"))
             has_subset_folder = path is not None and (is_media_folder or os.path.isdir(path / value))
-            has_effect = key == "subset" and path and (has_subset_folder or "configs" in read_card_metadata(path))
-            if value and path and not has_effect:
+            is_subset_used = key == "subset" and path and (has_subset_folder or "configs" in read_card_metadata(path))
+            if value and path and not is_subset_used:
                 yield f"{dataset_key}.{key} = {short_toml(value)} has no effect here: {dataset_name} is on this machine"
     for key, value, enabling_field in disabled_settings(stage_context.recipe):
         # Report a disabled key that no stage kind lists as read, such as one of the profiler, for stages of every kind.
@@ -321,7 +321,7 @@ def _ignored_row_settings(pipeline: Pipeline) -> Iterator[str]:
         prepare_kind = pipeline.stage_kind(pipeline.stage(rows_stage_name))
         prepare_setting_values = {key: value for key, _, value, _ in active_fields(pipeline.recipes[rows_stage_name])}
         for key, field, value, is_set in active_fields(recipe):
-            has_no_effect = is_set and prepare_kind.reads_key(key) and not kind.reads_key(key)
-            if has_no_effect and support_status(field).name == "used" and prepare_setting_values.get(key) != value:
+            is_key_unread = is_set and prepare_kind.reads_key(key) and not kind.reads_key(key)
+            if is_key_unread and support_status(field).name == "used" and prepare_setting_values.get(key) != value:
                 reason = f"{key} = {short_toml(value)} has no effect here: stage {rows_stage_name!r} prepares its rows"
                 yield f"stage {stage.name!r}: {reason}; set data to prepare rows of its own"

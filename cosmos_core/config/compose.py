@@ -191,8 +191,8 @@ def _check_serializable(pipeline: Pipeline) -> None:
     resolved_tables = pipeline.as_toml()
     problem_text = describe_unsupported_value(resolved_tables)
     # Estimate the size by `repr` first, because writing the pipeline as TOML takes seven times as long.
-    may_be_large = 16 * len(repr(resolved_tables)) > MAX_FILE_BYTES
-    if not problem_text and may_be_large and len(tomli_w.dumps(resolved_tables).encode()) > MAX_FILE_BYTES:
+    may_exceed_max_file_bytes = 16 * len(repr(resolved_tables)) > MAX_FILE_BYTES
+    if not problem_text and may_exceed_max_file_bytes and len(tomli_w.dumps(resolved_tables).encode()) > MAX_FILE_BYTES:
         problem_text = f"more than {MAX_FILE_BYTES} bytes once it is written out for {len(pipeline.stages)} stages"
     if problem_text:
         raise ConfigError(f"{pipeline.source_path}: {problem_text}")
@@ -216,22 +216,22 @@ def _compose_pipeline(
     if not stage_entries:
         recipe_tables = with_current_algorithm_keys(merge_tables(root_tables, recipe_overrides(parsed_overrides)), [])
         recipe = parse_table(Recipe, recipe_tables, error_prefix=str(path), notices=[])
-        stage_entries = _default_stage_entries(recipe, stage_kinds)
+        stage_entries = _make_default_stage_entries(recipe, stage_kinds)
     stage_names = [entry["name"] for entry in stage_entries if isinstance(entry.get("name"), str)]
     pipeline_overrides, stage_overrides = group_overrides(parsed_overrides, stage_names)
     pipeline_settings = {"name": path.stem, **{key: value for key, value in pipeline_table.items() if key != "stages"}}
     pipeline_settings = merge_tables(pipeline_settings, pipeline_overrides)
     pipeline_config = parse_table(PipelineConfig, pipeline_settings, error_prefix=str(path), key_prefix="pipeline")
-    stages, recipes, tables_by_stage, recipe_folders = [], {}, {}, {"": list[Path]()}
+    stages, recipes, recipe_table_by_stage, recipe_folders = [], {}, {}, {"": list[Path]()}
     for stage_index, stage_entry in enumerate(stage_entries):
         name = stage_entry.get("name")
         error_prefix = f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{stage_index}]"
         stage_table = merge_tables(stage_entry, stage_overrides.get(str(name), {}))
         stage = parse_table(StageConfig, stage_table, error_prefix=error_prefix)
         recipe_values, recipe_folders[stage.recipe] = _read_recipe_file(path, stage, notices)
-        tables_by_stage[stage.name] = merge_tables(merge_tables(root_tables, recipe_values), stage.overrides)
+        recipe_table_by_stage[stage.name] = merge_tables(merge_tables(root_tables, recipe_values), stage.overrides)
         error_prefix = f"{path}: stage {stage.name!r}" + (f" (recipe {stage.recipe})" if stage.recipe else "")
-        recipe_tables = with_current_algorithm_keys(tables_by_stage[stage.name], notices)
+        recipe_tables = with_current_algorithm_keys(recipe_table_by_stage[stage.name], notices)
         recipes[stage.name] = parse_table(Recipe, recipe_tables, error_prefix=error_prefix, notices=notices)
         notices += grid_override_notices(parsed_overrides, stage)
         stages.append(stage)
@@ -239,7 +239,7 @@ def _compose_pipeline(
     pipeline = Pipeline(path, resolved_config, recipes, stage_kinds, tuple(dict.fromkeys(map(make_printable, notices))))
     _check_stages(pipeline)
     pipeline = _with_output_dir(pipeline)
-    pipeline = with_expanded_sweeps(_sort_topologically(_with_prepared_data(pipeline)), tables_by_stage)
+    pipeline = with_expanded_sweeps(_sort_topologically(_with_prepared_data(pipeline)), recipe_table_by_stage)
     pipeline = with_upload_stages(_sort_topologically(pipeline))
     pipeline = _with_absolute_paths(_sort_topologically(pipeline), base_folders, recipe_folders)
     pipeline = with_inherited_settings(pipeline)
@@ -259,7 +259,7 @@ def _read_recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> tup
     return recipe_tables, base_folders
 
 
-def _default_stage_entries(recipe: Recipe, kinds: StageKinds) -> list[Mapping[str, Any]]:
+def _make_default_stage_entries(recipe: Recipe, kinds: StageKinds) -> list[Mapping[str, Any]]:
     """Return the entries of `[[pipeline.stages]]` for a recipe without `[pipeline]`; each stage has the name of its
     kind."""
     prepare_kind = _find_stage_kind(kinds, makes="data")
@@ -361,8 +361,8 @@ def _with_output_dir(pipeline: Pipeline) -> Pipeline:
     if recipes set different folders."""
     if folder := pipeline.config.output_dir:
         train_output_dirs = {recipe.train.output_dir for recipe in pipeline.recipes.values()} - {_DEFAULT_OUTPUT_DIR}
-        no_effect_text = f"has no effect here: pipeline.output_dir = {folder!r}"
-        notices = sorted(f"train.output_dir = {other!r} {no_effect_text}" for other in train_output_dirs - {folder})
+        ineffective_text = f"has no effect here: pipeline.output_dir = {folder!r}"
+        notices = sorted(f"train.output_dir = {other!r} {ineffective_text}" for other in train_output_dirs - {folder})
         return replace(pipeline, notices=(*pipeline.notices, *notices))
     stage_name_by_folder: dict[str, str] = {}
     for name, recipe in pipeline.recipes.items():
@@ -370,8 +370,8 @@ def _with_output_dir(pipeline: Pipeline) -> Pipeline:
             stage_name_by_folder.setdefault(recipe.train.output_dir, name)
     if len(stage_name_by_folder) > 1:
         conflict_text = " and ".join(f"{folder!r} of stage {stage!r}" for folder, stage in stage_name_by_folder.items())
-        rule = "a run has one folder; set pipeline.output_dir"
-        raise ConfigError(f"{pipeline.source_path}: train.output_dir = {conflict_text}: {rule}")
+        single_folder_rule = "a run has one folder; set pipeline.output_dir"
+        raise ConfigError(f"{pipeline.source_path}: train.output_dir = {conflict_text}: {single_folder_rule}")
     output_dir = next(iter(stage_name_by_folder), _DEFAULT_OUTPUT_DIR)
     return replace(pipeline, config=pipeline.config.copy_with(output_dir=output_dir))
 
@@ -452,8 +452,8 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
             continue
         name = f"{stage.name}{IMPLIED_STAGE_SUFFIX}"
         if len(name) > MAX_STAGE_NAME_LENGTH:
-            rule = f"NAME-data, may have {MAX_STAGE_NAME_LENGTH} characters"
-            problem = f"the name of the stage that prepares its rows, {rule}"
+            stage_name_rule = f"NAME-data, may have {MAX_STAGE_NAME_LENGTH} characters"
+            problem = f"the name of the stage that prepares its rows, {stage_name_rule}"
             remedy = "shorten the name, or name a prepare stage in data"
             raise ConfigError(f"{pipeline.source_path}: stage {stage.name!r}: {problem}; {remedy}")
         if name in stages_by_name:
@@ -522,18 +522,18 @@ def with_paths_of_other_folders(config_values: Any, config_folders: Sequence[Pat
         partial(_convert_reference, partial(_absolute_path, folders), ReferenceKind.PATH)
         for folders in ((Path.cwd(), config_folders[0]), config_folders)
     )
-    resolved_text = repr(pipeline.as_toml())
+    resolved_config_text = repr(pipeline.as_toml())
 
-    def convert(value: Any) -> Any:
+    def convert_paths(value: Any) -> Any:
         if isinstance(value, dict):
-            return {convert(key): convert(nested_value) for key, nested_value in value.items()}
+            return {convert_paths(key): convert_paths(nested_value) for key, nested_value in value.items()}
         if isinstance(value, list):
-            return list(map(convert, value))
+            return list(map(convert_paths, value))
         if not isinstance(value, str) or find_in_first_folders(value) != value:
             return value
-        return path if repr(path := find_in_all_folders(value))[1:-1] in resolved_text else value
+        return path if repr(path := find_in_all_folders(value))[1:-1] in resolved_config_text else value
 
-    return convert(config_values)
+    return convert_paths(config_values)
 
 
 def _absolute_path(base_folders: Sequence[Path], name: str) -> str:
@@ -541,18 +541,18 @@ def _absolute_path(base_folders: Sequence[Path], name: str) -> str:
     contains it. Return `name` unchanged if no folder contains it, or if it is a reference `stage:NAME`. A link to a
     file with another suffix is not resolved, because the suffix selects the format: links in the Hub's cache point to
     files without suffix."""
-    candidate_paths = (existing_path(name, folder) for folder in base_folders)
-    path = next(filter(None, candidate_paths), None) if referenced_stage(name) is None else None
+    existing_paths = (existing_path(name, folder) for folder in base_folders)
+    path = next(filter(None, existing_paths), None) if referenced_stage(name) is None else None
     if path is None:
         return name
-    is_suffix_kept = path.is_dir() or path.resolve().suffix == path.suffix
-    return str(path.resolve() if is_suffix_kept else path.parent.resolve() / path.name)
+    resolves_to_same_suffix = path.is_dir() or path.resolve().suffix == path.suffix
+    return str(path.resolve() if resolves_to_same_suffix else path.parent.resolve() / path.name)
 
 
 def _convert_reference(make_absolute: Callable[[str], str], reference_kind: ReferenceKind, reference: str) -> str:
     if reference_kind is ReferenceKind.PUBLICATION_TARGET:
         return absolute_publication_target(reference, make_absolute)
-    file_path, separator, object_name = reference.rpartition(":")
+    file_path, separator, python_object_name = reference.rpartition(":")
     if file_path.endswith(".py"):
-        return f"{make_absolute(file_path)}{separator}{object_name}"
+        return f"{make_absolute(file_path)}{separator}{python_object_name}"
     return make_absolute(reference) if reference_kind is ReferenceKind.PATH and reference else reference

@@ -61,30 +61,30 @@ class MetricCondition:
     def matches_metric(self, name: str) -> bool:
         """Return True if the condition applies to the metric `name`. A condition on a pattern with `*` does not apply
         to standard errors."""
-        is_pattern_applicable = "*" in self.metric and not name.endswith(STANDARD_ERROR_SUFFIX)
-        return name == self.metric or (is_pattern_applicable and fnmatchcase(name, self.metric))
+        may_match_as_pattern = "*" in self.metric and not name.endswith(STANDARD_ERROR_SUFFIX)
+        return name == self.metric or (may_match_as_pattern and fnmatchcase(name, self.metric))
 
     def is_satisfied(self, measured_value: float, threshold: float | None, margin: float = 0.0) -> bool:
         """Return True if the measured value, made worse by `margin`, satisfies the condition. If `threshold` is None
         because no model was published yet, every number satisfies it. NaN never satisfies it."""
-        worst_value = measured_value - margin if self.operator.startswith(">") else measured_value + margin
+        worst_measured_value = measured_value - margin if self.operator.startswith(">") else measured_value + margin
         # Ignore a rounding error: thresholds and rewards are sums, and 0.7 + 0.2 + 0.1 < 1.
-        tolerances = (_MAX_ROUNDING_ERROR, _MAX_ROUNDING_ERROR if self.published_offset else 0.0)
-        if threshold is not None and math.isclose(worst_value, threshold, rel_tol=tolerances[0], abs_tol=tolerances[1]):
-            worst_value = threshold
-        is_threshold_met = threshold is None or _COMPARISON_FUNCTIONS[self.operator](worst_value, threshold)
-        return is_threshold_met and not math.isnan(measured_value)
+        rel_tol, abs_tol = _MAX_ROUNDING_ERROR, _MAX_ROUNDING_ERROR if self.published_offset else 0.0
+        if threshold is not None and math.isclose(worst_measured_value, threshold, rel_tol=rel_tol, abs_tol=abs_tol):
+            worst_measured_value = threshold
+        satisfies_threshold = threshold is None or _COMPARISON_FUNCTIONS[self.operator](worst_measured_value, threshold)
+        return satisfies_threshold and not math.isnan(measured_value)
 
 
 def parse_condition(text: str) -> MetricCondition:
     """Parse one condition of a gate, such as `accuracy >= 0.8`; raise `ValueError` if the text is no condition."""
-    if match := _NOT_WORSE_THAN_PUBLISHED_PATTERN.fullmatch(text):
-        metric, offset_text, threshold_text = match[1], match[2] or "0", None
+    if text_match := _NOT_WORSE_THAN_PUBLISHED_PATTERN.fullmatch(text):
+        metric, offset_text, threshold_text = text_match[1], text_match[2] or "0", None
         comparison_operator, offset_sign = ("<=", "+") if is_lower_better(metric) else (">=", "-")
-    elif match := _COMPARISON_PATTERN.fullmatch(text):
-        metric, comparison_operator, threshold_text = match[1], match[2], match[5]
-        offset_sign, offset_text = match[3] or "+", match[4] or "0"
-    if not match or not _is_number(offset_text) or (threshold_text is not None and not _is_number(threshold_text)):
+    elif text_match := _COMPARISON_PATTERN.fullmatch(text):
+        metric, comparison_operator, threshold_text = text_match[1], text_match[2], text_match[5]
+        offset_sign, offset_text = text_match[3] or "+", text_match[4] or "0"
+    if not text_match or not _is_number(offset_text) or (threshold_text is not None and not _is_number(threshold_text)):
         raise ValueError(
             f"condition {text!r} must be METRIC >= NUMBER, METRIC >= published, METRIC >= published - NUMBER (also >, "
             f"<=, <, ==) or METRIC not worse than published by NUMBER"
@@ -96,10 +96,10 @@ def parse_condition(text: str) -> MetricCondition:
 def is_lower_better(metric: str) -> bool:
     """Return True if lower values of a metric are better: if the last part of its name contains a word such as `loss`
     or `error`, or if the name ends with `loss/LABEL`, the loss of one data set of a mixture."""
-    last_part = metric.rpartition("/")[2].lower()
+    last_name_part = metric.rpartition("/")[2].lower()
     # The name `ter` (translation edit rate) must match as a whole, because longer names such as `filter` contain it.
-    is_word_match = last_part == "ter" or any(word in last_part for word in _LOWER_IS_BETTER_WORDS)
-    return is_word_match or bool(re.search(r"\bloss/", metric))
+    has_lower_better_word = last_name_part == "ter" or any(word in last_name_part for word in _LOWER_IS_BETTER_WORDS)
+    return has_lower_better_word or bool(re.search(r"\bloss/", metric))
 
 
 def parse_pass_rate_range(text: str) -> Callable[[float], bool]:
@@ -143,8 +143,8 @@ def _standard_error(metric: str, metrics: Mapping[str, float]) -> float | None:
     # A value outside of 0 to 1, such as a percentage, has no standard error, because the formula is only for fractions.
     if metrics[metric] < 0 or metrics[metric] > 1:
         return None
-    smoothed_fraction = (metrics[metric] * num_prompts + 1) / (num_prompts + 2)
-    return math.sqrt(smoothed_fraction * (1 - smoothed_fraction) / num_prompts)
+    laplace_smoothed_fraction = (metrics[metric] * num_prompts + 1) / (num_prompts + 2)
+    return math.sqrt(laplace_smoothed_fraction * (1 - laplace_smoothed_fraction) / num_prompts)
 
 
 def _is_number(number_text: str) -> bool:

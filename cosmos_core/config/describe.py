@@ -58,26 +58,26 @@ class KeyDescription:
 
 
 @cache
-def all_keys() -> tuple[KeyDescription, ...]:
+def list_keys() -> tuple[KeyDescription, ...]:
     """Return the description of every key of a recipe, then of `[pipeline]`, in the order of the schema."""
     fields = [*all_fields(Recipe), *all_fields(PipelineConfig, "pipeline.")]
     status_by_table = {name: support_status(field) for name, _, field in fields if find_table_classes(field.annotation)}
-    descriptions = {
+    description_by_key = {
         (name, table): _describe_field(name, table, field, status_by_table) for name, table, field in fields
     }
-    return tuple(descriptions.values())
+    return tuple(description_by_key.values())
 
 
-def find_key(name: str) -> list[KeyDescription]:
+def find_keys(name: str) -> list[KeyDescription]:
     """Return the descriptions of a key by its current name, an older name or its name in TRL. A name without a table
     stands for the keys of this name in all tables; a name with a stage, `STAGE.KEY`, is unknown. Raises `ConfigError`
     if there is no such key; the message suggests similar keys, or the replacement for a key of TRL."""
     key_name, trl_keys = RENAMED_KEYS.get(name) or current_key(name), trl.keys_for_trl_name(name)
-    descriptions = [key for key in all_keys() if key.name == key_name]
-    keys_with_same_name = [key for key in all_keys() if key.name.rpartition(".")[2] == name]
+    descriptions = [key for key in list_keys() if key.name == key_name]
+    keys_with_same_name = [key for key in list_keys() if key.name.rpartition(".")[2] == name]
     if key_name in INEFFECTIVE_KEYS and not keys_with_same_name and not trl_keys:
         raise ConfigError(f"{name} does nothing in any version; it would have meant {INEFFECTIVE_KEYS[key_name]}")
-    descriptions = descriptions or [key for key in all_keys() if key.name in trl_keys or key in keys_with_same_name]
+    descriptions = descriptions or [key for key in list_keys() if key.name in trl_keys or key in keys_with_same_name]
     if not descriptions:
         suggestion = trl.describe_equivalent_key(name) or _suggest_keys(name)
         raise ConfigError(shorten_message(f"{name}: unknown key{suggestion}"))
@@ -86,14 +86,14 @@ def find_key(name: str) -> list[KeyDescription]:
 
 def _suggest_keys(name: str) -> str:
     """Return a hint for an unknown key: the keys of the same name in other tables, otherwise the most similar key."""
-    known_keys = sorted({key.name for key in all_keys()})
-    similar_keys = [key for key in known_keys if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    all_key_names = sorted({key.name for key in list_keys()})
+    similar_keys = [key for key in all_key_names if key.rpartition(".")[2] == name.rpartition(".")[2]]
     # Do not search for keys similar to a very long name, because the comparison is slow.
     if not similar_keys and len(name) <= _MAX_COMPARED_NAME_LENGTH:
         # Keys with as many dotted parts as `name` come first, so that no table such as `train` is suggested for a key.
-        same_depth_keys = [key for key in known_keys if key.count(".") == name.count(".")]
-        similar_key_lists = (difflib.get_close_matches(name, keys, n=1) for keys in (same_depth_keys, known_keys))
-        similar_keys = next(filter(None, similar_key_lists), [])
+        keys_of_same_depth = [key for key in all_key_names if key.count(".") == name.count(".")]
+        close_match_lists = (difflib.get_close_matches(name, keys, n=1) for keys in (keys_of_same_depth, all_key_names))
+        similar_keys = next(filter(None, close_match_lists), [])
     suggestion_text = " or ".join(map(repr, similar_keys))
     return f"; did you mean {suggestion_text}?" if similar_keys else "; `cosmos config coverage` lists them all"
 
@@ -106,13 +106,13 @@ def find_kinds_that_read_key(key: KeyDescription, stage_kinds: Mapping[str, Stag
 @cache
 def effect_test_by_key() -> Mapping[str, str]:
     """Return a mapping from each key to the name of the test that shows its effect."""
-    keys_by_test = tomllib.loads(files("cosmos_core.config").joinpath("effects.toml").read_text(encoding="utf-8"))
-    return {key: test_name for test_name, tested_keys in keys_by_test.items() for key in tested_keys}
+    keys_by_test_name = tomllib.loads(files("cosmos_core.config").joinpath("effects.toml").read_text(encoding="utf-8"))
+    return {key: test_name for test_name, tested_keys in keys_by_test_name.items() for key in tested_keys}
 
 
 def explain_key(name: str, stage_kinds: Mapping[str, StageKind]) -> Iterator[str]:
     """Yield lines with type, default, unit, description and status of a key; raise `ConfigError` for an unknown key."""
-    for key in find_key(name):
+    for key in find_keys(name):
         yield f"{key.name}  ({key.table.__name__})"
         if key.name in {RENAMED_KEYS.get(name), current_key(name)} - {name}:
             yield f"  was       {name}"
@@ -162,10 +162,10 @@ def _describe_field(
 def _field_docstrings(table: type[Table]) -> Mapping[str, str]:
     """Return the docstring of each field of a table, inherited fields included, by field name. The source code is
     parsed at the first call, because most processes do not need the docstrings."""
-    docstrings: dict[str, str] = {}
+    doc_by_field: dict[str, str] = {}
     for base in reversed(table.__mro__):
-        docstrings |= _class_docstrings(base.__module__).get(base.__name__, {}) if issubclass(base, Table) else {}
-    return docstrings
+        doc_by_field |= _class_docstrings(base.__module__).get(base.__name__, {}) if issubclass(base, Table) else {}
+    return doc_by_field
 
 
 @cache

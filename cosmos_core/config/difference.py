@@ -19,11 +19,11 @@ def pipeline_differences(old_pipeline: Pipeline, new_pipeline: Pipeline) -> Iter
     yield from _format_differences("pipeline.", *pipeline_settings)
     changes_by_stage: dict[str, list[str]] = {}
     for name in dict.fromkeys(stage.name for pipeline in pipelines for stage in pipeline.stages):
-        old_values, new_values = (_flatten_stage_settings(pipeline, name) for pipeline in pipelines)
-        if old_values is None or new_values is None:
-            yield f"{name}: {'only in the first' if new_values is None else 'only in the second'}"
+        old_settings, new_settings = (_flatten_stage_settings(pipeline, name) for pipeline in pipelines)
+        if old_settings is None or new_settings is None:
+            yield f"{name}: {'only in the first' if new_settings is None else 'only in the second'}"
         else:
-            changes_by_stage[name] = list(_format_differences("", old_values, new_values))
+            changes_by_stage[name] = list(_format_differences("", old_settings, new_settings))
     yield from (f"{name}.{line}" if name else line for name, line in group_changes_by_stage(changes_by_stage))
 
 
@@ -34,11 +34,11 @@ def _flatten_stage_settings(pipeline: Pipeline, name: str) -> dict[str, Any] | N
     return flatten_tables(stage_settings) | flatten_tables(pipeline.recipes[name].model_dump())
 
 
-def _format_differences(key_prefix: str, old_values: dict[str, Any], new_values: dict[str, Any]) -> Iterator[str]:
-    tables = (old_values, new_values)
-    for key in old_values | new_values:
-        if len({toml_text(table[key]) if key in table else None for table in tables}) > 1:
-            value_texts = (toml_text(mask_settings(each[key], key)) if key in each else "nothing" for each in tables)
+def _format_differences(key_prefix: str, old_settings: dict[str, Any], new_settings: dict[str, Any]) -> Iterator[str]:
+    settings = (old_settings, new_settings)
+    for key in old_settings | new_settings:
+        if len({toml_text(table[key]) if key in table else None for table in settings}) > 1:
+            value_texts = (toml_text(mask_settings(each[key], key)) if key in each else "nothing" for each in settings)
             yield f"{key_prefix}{key}: {' -> '.join(value_texts)}"
 
 
@@ -46,10 +46,10 @@ def group_changes_by_stage(changes: Mapping[str, Sequence[ChangeT]]) -> Iterator
     """Yield pairs of a stage name and a change, from the lists of changes by stage name. A change that all stages have
     in common is yielded once, before the others, with an empty stage name."""
     common_changes = set.intersection(*map(set, changes.values())) if changes else set()
-    ordered_changes = dict.fromkeys(
+    common_changes_in_order = dict.fromkeys(
         change for lines in changes.values() for change in lines if change in common_changes
     )
-    yield from (("", change) for change in ordered_changes)
+    yield from (("", change) for change in common_changes_in_order)
     yield from ((name, change) for name, lines in changes.items() for change in lines if change not in common_changes)
 
 

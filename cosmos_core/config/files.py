@@ -31,9 +31,9 @@ def _read_with_extends(
     resolved_path = Path(os.path.realpath(path))  # use os.path, because Path.resolve fails for a cycle of links
     if (depth := len(extending_files)) == MAX_NESTING_DEPTH:
         raise ConfigError(f"{path}: behind {depth} files that extend each other, the most that there may be")
-    file_chain = (*extending_files, resolved_path)
+    chain_of_extending_files = (*extending_files, resolved_path)
     if resolved_path in extending_files:
-        raise ConfigError(f"{path}: extends itself: {' -> '.join(map(str, file_chain))}")
+        raise ConfigError(f"{path}: extends itself: {' -> '.join(map(str, chain_of_extending_files))}")
     config_values = with_current_keys(read_toml(path), str(path), notices)
     for stage_table in _list_stage_tables(config_values):
         if isinstance(stage_table.get("overrides"), dict):
@@ -42,15 +42,15 @@ def _read_with_extends(
     extended_files = config_values.pop("extends", [])
     extended_files = [extended_files] if isinstance(extended_files, str) else extended_files
     if not isinstance(extended_files, list) or not all(isinstance(name, str) and name for name in extended_files):
-        rule_text = "must be a file or a list of files, relative to this one"
-        raise ConfigError(f"{path}: extends = {extended_files!r}: {rule_text}")
+        extends_rule_text = "must be a file or a list of files, relative to this one"
+        raise ConfigError(f"{path}: extends = {extended_files!r}: {extends_rule_text}")
     merged_values: TomlTable = {}
     config_folders: list[Path] = []
     for name in extended_files:
         extended_file = path.parent / name
         if not os.path.exists(extended_file):  # use os.path, because Path.exists fails for an invalid path
             raise ConfigError(f"{path}: extends = {name!r}: no such file ({extended_file})")
-        extended_values, extended_folders = _read_with_extends(extended_file, notices, file_chain)
+        extended_values, extended_folders = _read_with_extends(extended_file, notices, chain_of_extending_files)
         merged_values = merge_tables(merged_values, _with_absolute_recipe_paths(extended_values, extended_file))
         config_folders = extended_folders + config_folders
     return merge_tables(merged_values, config_values), [path.parent, *config_folders]

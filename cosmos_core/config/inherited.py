@@ -70,13 +70,14 @@ def _inherit_chat_templates(pipeline: Pipeline) -> Pipeline:
     """Set `policy.chat_template` of each stage that prepares rows to the chat template of the models that read these
     rows, unless a recipe sets one. The rows are prepared before these models exist, with the tokenizer of the base
     model, and the chat template of the base model would be wrong."""
-    recipes, templates, readers_by_rows = dict(pipeline.recipes), collect_chat_templates(pipeline), defaultdict(list)
+    recipes, template_by_stage = dict(pipeline.recipes), collect_chat_templates(pipeline)
+    readers_by_rows_stage: dict[str, list[str]] = defaultdict(list)
     for stage in pipeline.stages:
         if pipeline.stage_kind(stage).reads_data == "prepared" and (rows_stage_name := referenced_stage(stage.data)):
-            readers_by_rows[rows_stage_name].append(stage.name)
-    for name, readers in readers_by_rows.items():
+            readers_by_rows_stage[rows_stage_name].append(stage.name)
+    for name, readers in readers_by_rows_stage.items():
         has_own_template = any(recipes[each].policy.chat_template is not None for each in (name, *readers))
-        reader_templates = {templates[reader] for reader in readers}
+        reader_templates = {template_by_stage[reader] for reader in readers}
         if len(reader_templates) == 1 and not (has_own_template or referenced_stage(pipeline.stage(name).model)):
             policy_config = recipes[name].policy.copy_with(chat_template=reader_templates.pop())
             recipes[name] = recipes[name].copy_with(policy=policy_config)

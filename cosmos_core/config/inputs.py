@@ -133,8 +133,8 @@ def _model_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> 
         if reads_weights and model_input.location_type != "stage" and policy.model_safetensor_path:
             # Yield the weights files in a folder, or the path itself if it is a file or a folder without such files.
             path = Path(os.path.expanduser(policy.model_safetensor_path))  # Path.expanduser fails for an unknown user
-            candidate_files = [path] if os.path.isfile(path) else sorted(path.iterdir()) if os.path.isdir(path) else []
-            weight_files = [str(file) for file in candidate_files if file.name.endswith(WEIGHTS_SUFFIXES)]
+            model_files = [path] if os.path.isfile(path) else sorted(path.iterdir()) if os.path.isdir(path) else []
+            weight_files = [str(file) for file in model_files if file.name.endswith(WEIGHTS_SUFFIXES)]
             for weight_file in weight_files or [policy.model_safetensor_path]:
                 yield StageInput("policy.model_safetensor_path", "weights", weight_file, "folder")
     if teacher := recipe.teacher_for_stage(stage_kind):
@@ -227,10 +227,10 @@ def _benchmark_inputs(recipe: Recipe, stage_kind: StageKind) -> Iterator[StageIn
     if stage_kind.reads_key(key) and (task_folder := recipe.evaluate.include_path):
         yield StageInput(key, "data", task_path := _to_existing_path(task_folder), "folder", LM_EVAL_TASK_FILES)
         # The pattern has no dot, so that it also matches templates without a suffix, like `_default_template_yaml`.
-        path_patterns = {text for file in Path(task_path).rglob("*yaml") for text in _find_data_patterns(file)}
+        data_patterns = {text for file in Path(task_path).rglob("*yaml") for text in _find_data_patterns(file)}
         # A path is relative to the working directory, as in lm-eval, which itself refuses a task without its file.
-        paths = {Path(path).absolute() for text in path_patterns for path in glob.glob(text, recursive=True)}
-        yield from (StageInput(key, "data", str(path), "folder") for path in sorted(paths))
+        data_paths = {Path(path).absolute() for text in data_patterns for path in glob.glob(text, recursive=True)}
+        yield from (StageInput(key, "data", str(path), "folder") for path in sorted(data_paths))
 
 
 class _TaskYamlLoader(yaml.SafeLoader):
@@ -339,8 +339,8 @@ def _locate_model_or_dataset(name: str) -> tuple[str, LocationType]:
         return name, "store"
     path = existing_path(name, Path.cwd())
     # A name that cannot be a Hub id is a path: a Hub id has at most one slash and no leading dot.
-    is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or name.endswith("/")
-    return str(path or name), "folder" if path or is_path else "hub"
+    looks_like_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or name.endswith("/")
+    return str(path or name), "folder" if path or looks_like_path else "hub"
 
 
 def _to_existing_path(name: str) -> str:

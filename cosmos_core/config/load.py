@@ -43,7 +43,7 @@ def read_toml(path: Path) -> TomlTable:
     try:
         with open(path, "rb") as toml_file:
             file_content = toml_file.read(MAX_FILE_BYTES + 1)
-        parsed_values = _parse_toml(file_content) if len(file_content) <= MAX_FILE_BYTES else None
+        parsed_tables = _parse_toml(file_content) if len(file_content) <= MAX_FILE_BYTES else None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -55,15 +55,15 @@ def read_toml(path: Path) -> TomlTable:
     except RecursionError:
         raise ConfigError(f"{path}: nested more than {MAX_NESTING_DEPTH} tables deep") from None
     except ValueError as error:  # raised for invalid TOML, or for an integer with more digits than Python parses
-        other_format_name = _FORMAT_BY_SUFFIX.get(path.suffix.lower())
-        other_format_hint = f"a configuration is TOML, not {other_format_name}; write [table] and key = value"
-        problem_text = other_format_hint if other_format_name else "not valid TOML"
+        wrong_format_name = _FORMAT_BY_SUFFIX.get(path.suffix.lower())
+        wrong_format_hint = f"a configuration is TOML, not {wrong_format_name}; write [table] and key = value"
+        problem_text = wrong_format_hint if wrong_format_name else "not valid TOML"
         raise ConfigError(f"{path}: {problem_text}: {_join_lines(str(error))}") from error
-    if parsed_values is None:
+    if parsed_tables is None:
         raise ConfigError(f"{path}: more than {MAX_FILE_BYTES} bytes, the most that a configuration may have")
-    if problem_text := describe_unsupported_value(parsed_values):
+    if problem_text := describe_unsupported_value(parsed_tables):
         raise ConfigError(f"{path}: {problem_text}")
-    return parsed_values
+    return parsed_tables
 
 
 @lru_cache(maxsize=4)  # cached, because the state file of a large run (half a megabyte) is parsed several times
@@ -89,12 +89,12 @@ def parse_table(
         key_path, error_details = key_paths[deepest_error_index], validation_errors[deepest_error_index]
         error_message = _describe_validation_error(table, error_details, key_path, key_prefix, values)
         all_keys = dict.fromkeys(_printable_key(each, key_prefix) for each in key_paths)
-        other_keys = [key for key in all_keys if key != _printable_key(key_path, key_prefix)]
-        shown_keys = [key if len(key) <= 60 else f"{key[:57]}..." for key in other_keys[:_MAX_KEYS_IN_MESSAGE]]
-        if len(other_keys) > len(shown_keys):
-            shown_keys.append(f"{len(other_keys) - len(shown_keys)} more")
-        other_keys_text = f" (and {', '.join(shown_keys)})" if shown_keys else ""
-        raise ConfigError(f"{error_prefix}: {error_message}{other_keys_text}") from error
+        other_error_keys = [key for key in all_keys if key != _printable_key(key_path, key_prefix)]
+        listed_keys = [key if len(key) <= 60 else f"{key[:57]}..." for key in other_error_keys[:_MAX_KEYS_IN_MESSAGE]]
+        if len(other_error_keys) > len(listed_keys):
+            listed_keys.append(f"{len(other_error_keys) - len(listed_keys)} more")
+        other_error_keys_text = f" (and {', '.join(listed_keys)})" if listed_keys else ""
+        raise ConfigError(f"{error_prefix}: {error_message}{other_error_keys_text}") from error
 
 
 class OverrideTable(dict[str, Any]):
@@ -163,18 +163,18 @@ def describe_unsupported_value(tables: TomlTable) -> str:
     """Return a description of the first value that a configuration must not have although TOML's parser accepts it,
     such as a 65-bit integer; empty if there is none. The search is not recursive, because tables may be nested too
     deeply."""
-    values_at_depth: list[Any] = [tables]
+    containers_at_depth: list[Any] = [tables]
     for _ in range(MAX_NESTING_DEPTH):
-        child_lists = ([*value, *value.values()] if isinstance(value, dict) else value for value in values_at_depth)
-        child_values = list(chain.from_iterable(child_lists))
+        value_lists = ([*value, *value.values()] if isinstance(value, dict) else value for value in containers_at_depth)
+        child_values = list(chain.from_iterable(value_lists))
         if any(isinstance(child, int) and not -(1 << 63) <= child < 1 << 63 for child in child_values):
             return "an integer of more than 64 bits, the most that TOML has"
         # Refuse bytes that are not UTF-8, which command lines and file names may contain, but TOML cannot.
         string_values = [child for child in child_values if isinstance(child, str)]
         if any("\0" in string or string.encode("utf-8", "ignore").decode() != string for string in string_values):
             return "a text with null characters or with bytes that are not UTF-8"
-        values_at_depth = [child for child in child_values if isinstance(child, dict | list)]
-    return f"nested more than {MAX_NESTING_DEPTH} tables deep" if values_at_depth else ""
+        containers_at_depth = [child for child in child_values if isinstance(child, dict | list)]
+    return f"nested more than {MAX_NESTING_DEPTH} tables deep" if containers_at_depth else ""
 
 
 def _printable_key(key_path: Sequence[str], key_prefix: str) -> str:
@@ -194,17 +194,17 @@ def _describe_validation_error(table: type[Table], error: Any, keys: list[str], 
     if error_type == "union_tag_not_found":
         return f"{key}.{error_context['discriminator'].strip(chr(39))}: is required"
     if error_type == "union_tag_invalid":
-        type_key, type_value = f"{key}.{error_context['discriminator'].strip(chr(39))}", error_context["tag"]
-        return f"{type_key} = {shorten_value(type_value)}: must be one of {error_context['expected_tags']}"
+        type_key, discriminator_value = f"{key}.{error_context['discriminator'].strip(chr(39))}", error_context["tag"]
+        return f"{type_key} = {shorten_value(discriminator_value)}: must be one of {error_context['expected_tags']}"
     if error_type in _TOML_TYPE_BY_ERROR_TYPE:
         lacks_quotes = error_type == "string_type" and not isinstance(error["input"], dict | list)
         quotes_hint = f", in quotes (with --set: '{key}=\"...\"')" if lacks_quotes and not keys[-1].isdigit() else ""
         return f"{key} = {value}: must be {_TOML_TYPE_BY_ERROR_TYPE[error_type]}{quotes_hint}"
     # List only the values that this version supports, because pydantic's message would list all values of the type.
     if error_type == "literal_error":
-        key_fields = (key_field for name, _, key_field in all_fields(table) if name == ".".join(keys))
-        key_metadata = (find_metadata(key_field, SupportedValues) for key_field in key_fields)
-        if supported_values := next(filter(None, key_metadata), None):
+        fields_of_key = (key_field for name, _, key_field in all_fields(table) if name == ".".join(keys))
+        supported_values_of_key = (find_metadata(key_field, SupportedValues) for key_field in fields_of_key)
+        if supported_values := next(filter(None, supported_values_of_key), None):
             return f"{key} = {value}: must be {' or '.join(map(repr, supported_values.values))}"
     error_message = _join_lines(error["msg"].removeprefix("Value error, "))
     error_message = error_message[:1].lower() + error_message[1:]
@@ -219,11 +219,11 @@ def _describe_validation_error(table: type[Table], error: Any, keys: list[str], 
 def _error_location_keys(root_table_class: type[Table], error_details: Any) -> Iterator[int | str]:
     """Yield the keys that lead to the invalid value of a pydantic error, without the names of union members."""
     candidate_table_classes: list[type[Table]] = [root_table_class]
-    known_location, unknown_key = error_details["loc"], ()
+    error_location, unknown_key = error_details["loc"], ()
     if error_details["type"] == "extra_forbidden":
         # Yield the unknown key separately: the loop would take a key named `int` for a member of a union.
-        known_location, unknown_key = known_location[:-1], known_location[-1:]
-    for key in known_location:
+        error_location, unknown_key = error_location[:-1], error_location[-1:]
+    for key in error_location:
         fields_by_name = {name: field for each in candidate_table_classes for name, field in each.model_fields.items()}
         if key in fields_by_name:
             candidate_table_classes = find_table_classes(fields_by_name[str(key)].annotation)
@@ -246,16 +246,16 @@ def _suggest_known_key(table: type[Table], key_path: list[str], key_prefix: str,
     known_keys = sorted({key for key, *_ in all_fields(table)})
     dotted_key = ".".join(key_path)
     if dotted_key in known_keys:
-        field_mappings = [table_class.model_fields for key, table_class, _ in all_fields(table) if key == dotted_key]
-        type_fields = [fields["type"] for fields in field_mappings if "type" in fields]
+        fields_of_tables = [table_class.model_fields for key, table_class, _ in all_fields(table) if key == dotted_key]
+        type_fields = [fields["type"] for fields in fields_of_tables if "type" in fields]
         type_names = dict.fromkeys(f'"{name}"' for field in type_fields for name in get_args(field.annotation))
-        type_choices = " or ".join(type_names)
+        algorithm_choices = " or ".join(type_names)
         type_key = f"{'.'.join(key_path[:-1])}.type"
         for key in key_path[:-1]:
             config_values = config_values.get(key) if isinstance(config_values, Mapping) else None
         if isinstance(config_values, Mapping) and "type" not in config_values:
-            return f" here; set {type_key} = {type_choices}"
-        return f" here; it belongs to {type_key} = {type_choices}" if type_choices else " here"
+            return f" here; set {type_key} = {algorithm_choices}"
+        return f" here; it belongs to {type_key} = {algorithm_choices}" if algorithm_choices else " here"
     if equivalent_key := trl.describe_equivalent_key(dotted_key):
         return equivalent_key
     if (intended_key := _correct_trl_name(key_path[-1], known_keys)) and not key_prefix:

@@ -51,8 +51,8 @@ def image_settings(recipe: Recipe) -> ImageSettings:
     for key, pixel_limit in pixel_limits.items():
         if isinstance(pixel_limit, bool) or not isinstance(pixel_limit, int) or pixel_limit < 1:
             raise ConfigError(f"custom.vision.{key} = {pixel_limit!r} must be a number of pixels, at least 1")
-    reason_by_key = {key: reason for key, reason in _UNREAD_VISION_KEYS.items() if key in vision_table}
-    ignored_keys = tuple((f"custom.vision.{key}", reason) for key, reason in reason_by_key.items())
+    reason_by_unread_key = {key: reason for key, reason in _UNREAD_VISION_KEYS.items() if key in vision_table}
+    ignored_keys = tuple((f"custom.vision.{key}", reason) for key, reason in reason_by_unread_key.items())
     return ImageSettings(**paths, pixels=tuple(pixel_limits.items()), ignored_keys=ignored_keys)
 
 

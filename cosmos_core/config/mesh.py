@@ -34,10 +34,10 @@ def check_mesh(recipe: Recipe, num_gpus: int | None, model_config: Mapping[str, 
     _check_mesh_sizes("policy.parallelism", recipe.policy.parallelism, model_config)
     if recipe.train.train_policy.has_rollouts:
         _check_mesh_sizes("rollout.parallelism", recipe.rollout.parallelism, model_config)
-    resolved_recipe = with_dp_shard_size(recipe, num_gpus)
-    mesh = resolved_recipe.policy.parallelism
+    recipe_with_shard_size = with_dp_shard_size(recipe, num_gpus)
+    mesh = recipe_with_shard_size.policy.parallelism
     _check_batch_size(recipe, abs(mesh.dp_shard_size))
-    num_required_gpus = resolved_recipe.num_gpus(has_rollouts=recipe.train.train_policy.has_rollouts)
+    num_required_gpus = recipe_with_shard_size.num_gpus(has_rollouts=recipe.train.train_policy.has_rollouts)
     if num_gpus is not None and num_required_gpus > num_gpus:
         raise ConfigError(_too_many_gpus_message(mesh, num_required_gpus, num_gpus))
     return num_required_gpus
@@ -103,8 +103,8 @@ def num_worker_gpus(pipeline: Pipeline) -> int:
 def describe_placements(pipeline: Pipeline) -> list[str]:
     """Return one line of text for each stage that runs on a device mesh: which GPUs train, generate or measure."""
     stages = [stage for stage in pipeline.stages if pipeline.stage_kind(stage).has_mesh]
-    has_gpus = any(stage.work_pool for stage in stages) or (bool(stages) and num_worker_gpus(pipeline) > 0)
-    return [f"{stage.name}: {_describe_placement(pipeline, stage, has_gpus=has_gpus)}" for stage in stages]
+    has_gpu_worker = any(stage.work_pool for stage in stages) or (bool(stages) and num_worker_gpus(pipeline) > 0)
+    return [f"{stage.name}: {_describe_placement(pipeline, stage, has_gpu_worker=has_gpu_worker)}" for stage in stages]
 
 
 def with_dp_shard_size(recipe: Recipe, num_gpus: int | None) -> Recipe:
@@ -117,26 +117,26 @@ def with_dp_shard_size(recipe: Recipe, num_gpus: int | None) -> Recipe:
     has_rollouts = recipe.train.train_policy.has_rollouts
     num_engine_gpus = recipe.num_gpus(has_rollouts=has_rollouts) - recipe.num_gpus(has_rollouts=False)
     ranks_per_shard, num_replica_gpus = _ranks_per_shard(mesh), (num_gpus - num_engine_gpus) // mesh.n_init_replicas
-    shard_size = max(1, num_replica_gpus // ranks_per_shard)
-    if shard_size * ranks_per_shard != num_replica_gpus:
-        engines_text = " without those of the engines" if num_engine_gpus else ""
+    dp_shard_size = max(1, num_replica_gpus // ranks_per_shard)
+    if dp_shard_size * ranks_per_shard != num_replica_gpus:
+        engine_gpus_text = " without those of the engines" if num_engine_gpus else ""
         raise ConfigError(
-            f"policy.parallelism.dp_shard_size = -1: {num_replica_gpus} GPUs{engines_text} are no multiple of the "
-            f"{ranks_per_shard} that the other sizes take; the nearest is dp_shard_size = {shard_size}, with "
-            f"{shard_size * ranks_per_shard * mesh.n_init_replicas + num_engine_gpus} GPUs"
+            f"policy.parallelism.dp_shard_size = -1: {num_replica_gpus} GPUs{engine_gpus_text} are no multiple of the "
+            f"{ranks_per_shard} that the other sizes take; the nearest is dp_shard_size = {dp_shard_size}, with "
+            f"{dp_shard_size * ranks_per_shard * mesh.n_init_replicas + num_engine_gpus} GPUs"
         )
-    return recipe.copy_with(policy=recipe.policy.copy_with(parallelism=mesh.copy_with(dp_shard_size=shard_size)))
+    return recipe.copy_with(policy=recipe.policy.copy_with(parallelism=mesh.copy_with(dp_shard_size=dp_shard_size)))
 
 
 def read_text_model_config(model_folder: Path | None) -> dict[str, Any]:
     """Return the settings of the text model in config.json of a model folder; empty if the file is missing or
     invalid."""
     try:
-        json_config = json.loads((model_folder / "config.json").read_text(encoding="utf-8")) if model_folder else {}
+        hf_config = json.loads((model_folder / "config.json").read_text(encoding="utf-8")) if model_folder else {}
     except (OSError, ValueError):  # ignore a damaged config.json, because a later check of the model reports it
         return {}
-    text_config = json_config.get("text_config") if isinstance(json_config, dict) else None
-    text_model_config = text_config if isinstance(text_config, dict) else json_config
+    text_config = hf_config.get("text_config") if isinstance(hf_config, dict) else None
+    text_model_config = text_config if isinstance(text_config, dict) else hf_config
     return text_model_config if isinstance(text_model_config, dict) else {}
 
 
@@ -157,12 +157,12 @@ def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model: Mapping[s
     if key_prefix == "rollout.parallelism":
         replicates_kv_heads = isinstance(num_kv_heads, int) and num_kv_heads > 0 and mesh.tp_size % num_kv_heads == 0
         num_kv_heads = None if replicates_kv_heads else num_kv_heads
-    named_counts = (
+    named_sizes = (
         ("attention heads", num_heads),
         ("key-value heads", num_kv_heads),
         ("features of the feed-forward part", model.get("intermediate_size")),
     )
-    for count_name, count in named_counts:
+    for count_name, count in named_sizes:
         _check_divisibility(f"{key_prefix}.tp_size", mesh.tp_size, count_name, count)
     if isinstance(num_heads, int):
         count_name = f"attention heads of tp_size = {mesh.tp_size}"
@@ -187,15 +187,15 @@ def _check_pipeline_stages(key_prefix: str, mesh: ParallelismConfig, num_layers:
         larger_layer_counts = range(mesh.pp_layers_per_stage + 1, num_layers + 1)
         meshes = (mesh.copy_with(pp_layers_per_stage=layer_count) for layer_count in larger_layer_counts)
         nearest_size = next(m.pp_layers_per_stage for m in meshes if m.num_pipeline_stages(num_layers) <= num_layers)
-        setting_text = f"{key_prefix}.pp_layers_per_stage = {mesh.pp_layers_per_stage}"
+        layers_per_stage_text = f"{key_prefix}.pp_layers_per_stage = {mesh.pp_layers_per_stage}"
         problem = f"makes {num_stages} stages of the model's {num_layers} layers"
-        raise ConfigError(f"{setting_text} {problem}; the nearest is {nearest_size}")
+        raise ConfigError(f"{layers_per_stage_text} {problem}; the nearest is {nearest_size}")
 
 
 def _check_divisibility(key: str, size: int, count_name: str, count: Any) -> None:
     if isinstance(count, int) and count > 0 and count % size:
-        nearest_size = max(divisor for divisor in range(1, size + 1) if count % divisor == 0)
-        raise ConfigError(f"{key} = {size} does not divide the {count} {count_name}; the nearest is {nearest_size}")
+        nearest_divisor = max(divisor for divisor in range(1, size + 1) if count % divisor == 0)
+        raise ConfigError(f"{key} = {size} does not divide the {count} {count_name}; the nearest is {nearest_divisor}")
 
 
 def _check_batch_size(recipe: Recipe, num_shards: int) -> None:
@@ -249,15 +249,15 @@ def _with_colocated_engine_size(recipe: Recipe) -> tuple[Recipe, str]:
     num_ranks, engine_mesh = recipe.policy.parallelism.world_size, recipe.rollout.parallelism
     if num_ranks % engine_mesh.tp_size == 0:
         return recipe, ""
-    new_engine_mesh = engine_mesh.copy_with(tp_size=gcd(num_ranks, engine_mesh.tp_size))
-    rollout_config = recipe.rollout.copy_with(parallelism=new_engine_mesh)
-    return recipe.copy_with(rollout=rollout_config), f"rollout.parallelism.tp_size = {new_engine_mesh.tp_size}"
+    colocated_engine_mesh = engine_mesh.copy_with(tp_size=gcd(num_ranks, engine_mesh.tp_size))
+    rollout_config = recipe.rollout.copy_with(parallelism=colocated_engine_mesh)
+    return recipe.copy_with(rollout=rollout_config), f"rollout.parallelism.tp_size = {colocated_engine_mesh.tp_size}"
 
 
-def _describe_placement(pipeline: Pipeline, stage: StageConfig, *, has_gpus: bool) -> str:
+def _describe_placement(pipeline: Pipeline, stage: StageConfig, *, has_gpu_worker: bool) -> str:
     """Return a text with the GPUs (or processes, on a machine without GPUs) on which a stage trains and generates."""
     recipe, kind = pipeline.recipes[stage.name], pipeline.stage_kind(stage)
-    device_name = "GPU" if has_gpus else "process"
+    device_name = "GPU" if has_gpu_worker else "process"
     mesh, engine_mesh, num_engines = recipe.policy.parallelism, recipe.rollout.parallelism, recipe.num_engines
     num_ranks = mesh.world_size * mesh.n_init_replicas
     ranks_text = _format_range(device_name, 0, num_ranks)
@@ -277,10 +277,10 @@ def _describe_placement(pipeline: Pipeline, stage: StageConfig, *, has_gpus: boo
     )
 
 
-def _format_range(device_name: str, first_index: int, num_devices: int) -> str:
+def _format_range(device_name: str, first_device: int, num_devices: int) -> str:
     if num_devices == 1:
-        return f"{device_name} {first_index}"
-    return f"{device_name}{'es' if device_name.endswith('s') else 's'} {first_index}-{first_index + num_devices - 1}"
+        return f"{device_name} {first_device}"
+    return f"{device_name}{'es' if device_name.endswith('s') else 's'} {first_device}-{first_device + num_devices - 1}"
 
 
 def _describe_engines(num_engines: int, num_ranks: int) -> str:

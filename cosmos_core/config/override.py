@@ -74,12 +74,12 @@ def recipe_overrides(overrides: Sequence[Override]) -> TomlTable:
     known yet if the pipeline is derived from a recipe."""
     recipe_tables: TomlTable = {}
     for override in overrides:
-        recipe_field = Recipe.model_fields.get(override.keys[0])
-        table_classes = find_table_classes(recipe_field.annotation) if recipe_field else []
+        recipe_table_field = Recipe.model_fields.get(override.keys[0])
+        table_classes = find_table_classes(recipe_table_field.annotation) if recipe_table_field else []
         table_keys = {key for table_class in table_classes for key in table_class.model_fields}
         # Skip a key of a stage: `export.retries` belongs to the pipeline stage `export`, not to the table `[export]`.
         is_key_of_stage = bool(table_classes) and bool({*override.keys[1:2]} & (_STAGE_KEYS - table_keys))
-        if recipe_field and not is_key_of_stage:
+        if recipe_table_field and not is_key_of_stage:
             recipe_tables = merge_tables(recipe_tables, nest_value(override.keys, override.value))
     return recipe_tables
 
@@ -105,8 +105,8 @@ def group_overrides(
             pipeline_table = merge_tables(pipeline_table, nest_value(remaining_keys, value))
         elif prefix == "pipeline":
             pipeline_keys = ", ".join(name for name in PipelineConfig.model_fields if name != "stages")
-            remedy_text = f"write pipeline.KEY=VALUE with one of {pipeline_keys}, or STAGE.KEY=VALUE"
-            raise ConfigError(f"{option_text}: {remedy_text}")
+            pipeline_key_hint = f"write pipeline.KEY=VALUE with one of {pipeline_keys}, or STAGE.KEY=VALUE"
+            raise ConfigError(f"{option_text}: {pipeline_key_hint}")
         elif (
             prefix.endswith(IMPLIED_STAGE_SUFFIX) and (name := prefix.removesuffix(IMPLIED_STAGE_SUFFIX)) in stage_names
         ):
@@ -119,8 +119,8 @@ def group_overrides(
         else:
             valid_names = list(dict.fromkeys([*stage_names, *Recipe.model_fields, "pipeline"]))
             name = ".".join(override.keys)
-            full_keys = list(dict.fromkeys(key for key, _, _ in all_fields(Recipe) if key.endswith(f".{name}")))
-            full_key_hint = f"; did you mean {' or '.join(map(repr, full_keys))}?" if full_keys else ""
+            matching_keys = list(dict.fromkeys(key for key, _, _ in all_fields(Recipe) if key.endswith(f".{name}")))
+            full_key_hint = f"; did you mean {' or '.join(map(repr, matching_keys))}?" if matching_keys else ""
             correction_hint = trl.describe_equivalent_key(name) or full_key_hint or suggest_names(prefix, valid_names)
             raise ConfigError(f"{option_text}: {prefix!r} is no stage and no table of a recipe{correction_hint}")
     return pipeline_table, stage_tables

@@ -20,7 +20,7 @@ KNOWN_PROMPT_SETS = {
 """URL of the files of each known prompt set, by name of the set."""
 PROMPT_SETS_FOLDER = Path("data") / "prompts"
 """Folder of downloaded prompt sets, relative to the current folder."""
-_FILE_PATTERNS = ("{}.txt", "{}_metadata.jsonl", "{}_prompts.txt")
+_SPLIT_FILE_NAMES = ("{}.txt", "{}_metadata.jsonl", "{}_prompts.txt")
 _QUOTED_TEXT_PATTERN = re.compile(r"[\"“](.+?)[\"”]")
 
 
@@ -32,8 +32,8 @@ def find_prompt_set(name: str, key: str) -> Path | None:
     for path in (PROMPT_SETS_FOLDER / name, PROMPT_SETS_FOLDER / f"{name}.txt"):
         if path.exists():
             return path
-    destination_text = f"{PROMPT_SETS_FOLDER / name}, or give the path of a folder or a file"
-    remedy = f"download {KNOWN_PROMPT_SETS[name]} to {destination_text}"
+    prompt_set_path_text = f"{PROMPT_SETS_FOLDER / name}, or give the path of a folder or a file"
+    remedy = f"download {KNOWN_PROMPT_SETS[name]} to {prompt_set_path_text}"
     raise DataError(f"{key} = {name!r} is a known prompt set and not on this machine; {remedy}")
 
 
@@ -45,8 +45,8 @@ def prompt_files(path: Path, split: str) -> list[Path]:
     if not path.is_dir():
         return []
     split_names = {"train": ("train", "video"), "validation": ("validation", "test")}.get(split, (split,))
-    candidate_files = (path / file_pattern.format(name) for name in split_names for file_pattern in _FILE_PATTERNS)
-    return [prompt_file for prompt_file in candidate_files if prompt_file.is_file()][:1]
+    possible_files = (path / file_pattern.format(name) for name in split_names for file_pattern in _SPLIT_FILE_NAMES)
+    return [prompt_file for prompt_file in possible_files if prompt_file.is_file()][:1]
 
 
 def prompt_metadata(prompt: str, path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined
 
 from cosmos_core.config.compat.translate import INEFFECTIVE_KEYS, RENAMED_KEYS
-from cosmos_core.config.describe import KeyDescription, all_keys, find_kinds_that_read_key
+from cosmos_core.config.describe import KeyDescription, find_kinds_that_read_key, list_keys
 from cosmos_core.config.schema.table import Table
 from cosmos_core.types import StageKind
 
@@ -26,7 +26,7 @@ def render_config_reference(stage_kinds: Mapping[str, StageKind]) -> str:
 def _group_keys_by_table() -> list[dict[str, object]]:
     """Return the keys of the schema grouped by table, without keys that are tables themselves."""
     keys_by_table: dict[tuple[str, type[Table]], list[KeyDescription]] = {}
-    for key in all_keys():
+    for key in list_keys():
         if not key.is_table or key.default:
             keys_by_table.setdefault((key.name.rpartition(".")[0], key.table), []).append(key)
     tables: list[dict[str, object]] = []

@@ -47,7 +47,7 @@ def with_expanded_sweeps(pipeline: Pipeline, tables_by_stage: Mapping[str, TomlT
     for stage in pipeline.stages:
         if stage.sweep is not None and stage.sweep.grid:
             pipeline = _expand_sweep(pipeline, stage, stage.sweep, tables_by_stage)
-    new_stages = []
+    expanded_stages = []
     for stage in pipeline.stages:
         # A `select` stage names no branches: each stage in `after` becomes a branch, of which it selects one.
         if stage.sweep is not None and not stage.sweep.branches:
@@ -56,8 +56,8 @@ def with_expanded_sweeps(pipeline: Pipeline, tables_by_stage: Mapping[str, TomlT
         if stage.sweep is not None:
             branch_stages = [name for branch in stage.sweep.branches for name in branch.stages]
             stage = stage.model_copy(update={"after": tuple(dict.fromkeys((*stage.after, *branch_stages)))})
-        new_stages.append(stage)
-    return pipeline.with_stages(new_stages)
+        expanded_stages.append(stage)
+    return pipeline.with_stages(expanded_stages)
 
 
 def _check_sweep(pipeline: Pipeline, stage: StageConfig) -> None:
@@ -84,18 +84,18 @@ def _expand_sweep(
 ) -> Pipeline:
     error_prefix = _make_error_prefix(pipeline, sweep_stage)
     copied_stage_names = _find_copied_stages(pipeline, sweep_stage, sweep_config, tables_by_stage)
-    recipes, new_stages, branches = dict(pipeline.recipes), [], []
+    recipes, copied_stages, branches = dict(pipeline.recipes), [], []
     dependent_stage_names = pipeline.stage_and_dependents(sweep_stage.name)
     for branch_suffix, grid_point in _list_grid_points(sweep_config.grid, max(map(len, copied_stage_names))):
         copy_by_original = {original_name: f"{original_name}-{branch_suffix}" for original_name in copied_stage_names}
-        split_keys = {key: _split_grid_key(key, sweep_stage.name, copied_stage_names) for key in grid_point}
+        key_parts = {key: _split_grid_key(key, sweep_stage.name, copied_stage_names) for key in grid_point}
         for original_name, name in copy_by_original.items():
             if name in recipes:
                 raise ConfigError(f"{error_prefix}: sweep: the name {name!r} of a branch is taken by another stage")
             # A copied `prepare` stage gets the grid values of the stage with the sweep, whose rows it prepares.
             source_stage = original_name if original_name in dependent_stage_names else sweep_stage.name
-            keys_of_stage = {key: name for key, (stage_name, name) in split_keys.items() if stage_name == source_stage}
-            stage_settings = {name: grid_point[key] for key, name in keys_of_stage.items()}
+            stage_keys = {key: name for key, (stage_name, name) in key_parts.items() if stage_name == source_stage}
+            stage_settings = {name: grid_point[key] for key, name in stage_keys.items()}
             recipe_overrides = {key: value for key, value in stage_settings.items() if not _is_stage_argument(key)}
             recipe = pipeline.recipes[original_name]
             if recipe_overrides:
@@ -110,17 +110,17 @@ def _expand_sweep(
                 arguments = merge_tables({"arguments": stage.arguments}, _nest_dotted_settings(stage_arguments))
                 stage = stage.model_copy(update=arguments)
             predecessor_names = tuple(copy_by_original.get(predecessor, predecessor) for predecessor in stage.after)
-            new_stages.append(stage.model_copy(update={"name": name, "after": predecessor_names, "sweep": None}))
+            copied_stages.append(stage.model_copy(update={"name": name, "after": predecessor_names, "sweep": None}))
         branches.append(SweepBranch(stages=tuple(copy_by_original.values()), settings=grid_point))
     name, branch_stages = sweep_stage.name, tuple(stage_name for branch in branches for stage_name in branch.stages)
     kind = next(kind_name for kind_name, kind in pipeline.stage_kinds.items() if kind.selects_branch)
     sweep = sweep_config.model_copy(update={"grid": {}, "through": (), "branches": tuple(branches)})
     select_stage = StageConfig(name=name, kind=kind, recipe=sweep_stage.recipe, after=branch_stages, sweep=sweep)
-    outside_stages = [stage for stage in pipeline.stages if stage.name not in copied_stage_names]
-    outside_stages = [_replace_branch_references(pipeline, s, name, copied_stage_names) for s in outside_stages]
+    uncopied_stages = [stage for stage in pipeline.stages if stage.name not in copied_stage_names]
+    uncopied_stages = [_replace_branch_references(pipeline, s, name, copied_stage_names) for s in uncopied_stages]
     for original_name in set(copied_stage_names) - {name}:
         del recipes[original_name]
-    return pipeline.with_stages([*outside_stages, *new_stages, select_stage], recipes)
+    return pipeline.with_stages([*uncopied_stages, *copied_stages, select_stage], recipes)
 
 
 def _find_copied_stages(
@@ -136,7 +136,7 @@ def _find_copied_stages(
         copied_stage_names |= {other for other in dependent_stage_names if name in pipeline.stage_and_dependents(other)}
     rows_stage_name = referenced_stage(sweep_stage.data) or ""
     recipe_tables = tables_by_stage[sweep_stage.name]
-    has_own_rows = bool(rows_stage_name) and tables_by_stage.get(rows_stage_name, recipe_tables) == recipe_tables
+    has_rows_of_recipe = bool(rows_stage_name) and tables_by_stage.get(rows_stage_name, recipe_tables) == recipe_tables
     for key in sweep_config.grid:
         key_stage_name, stage_key = _split_grid_key(current_key(key), sweep_stage.name, tuple(copied_stage_names))
         if not key_stage_name:
@@ -145,7 +145,7 @@ def _find_copied_stages(
         kind = pipeline.stage_kind(pipeline.stage(key_stage_name))
         if _is_stage_argument(stage_key) and _STAGE_ARGUMENTS_KEY not in kind.allowed_keys:
             raise ConfigError(f"{error_prefix}: sweep.grid: {key!r}: a stage of kind {kind.name!r} takes no arguments")
-        if (key_stage_name == sweep_stage.name and has_own_rows and stage_key != _SEED_KEY) and (
+        if (key_stage_name == sweep_stage.name and has_rows_of_recipe and stage_key != _SEED_KEY) and (
             stage_key == _TOKENIZER_KEY or pipeline.stage_kind(pipeline.stage(rows_stage_name)).reads_key(stage_key)
         ):
             copied_stage_names.add(rows_stage_name)
@@ -177,15 +177,15 @@ def _list_grid_points(grid: Mapping[str, list[Any]], max_copied_name_length: int
     grid by key. The suffix is so short that it can be appended to names of `max_copied_name_length` characters."""
     points = [dict(zip(map(current_key, grid), values, strict=True)) for values in itertools.product(*grid.values())]
     short_name_by_key = _shorten_keys([current_key(key) for key in grid])
-    name_parts = [[f"{short_name_by_key[key]}-{_format_value(point[key])}" for key in point] for point in points]
-    branch_suffixes = list(map("-".join, name_parts))
+    setting_texts = [[f"{short_name_by_key[key]}-{_format_value(point[key])}" for key in point] for point in points]
+    branch_suffixes = list(map("-".join, setting_texts))
     max_suffix_length = MAX_STAGE_NAME_LENGTH - max_copied_name_length - 1
     grid_points = []
     for branch_suffix, point in zip(branch_suffixes, points, strict=True):
         if len(branch_suffix) > max_suffix_length or branch_suffixes.count(branch_suffix) > 1:
-            point_digest = hashlib.sha256(json.dumps(point, sort_keys=True, default=str).encode()).hexdigest()
+            grid_point_digest = hashlib.sha256(json.dumps(point, sort_keys=True, default=str).encode()).hexdigest()
             shortened_suffix = branch_suffix[: max(0, max_suffix_length - _DIGEST_LENGTH - 1)]
-            branch_suffix = f"{shortened_suffix}-{point_digest[:_DIGEST_LENGTH]}".lstrip("-")
+            branch_suffix = f"{shortened_suffix}-{grid_point_digest[:_DIGEST_LENGTH]}".lstrip("-")
         grid_points.append((branch_suffix, point))
     return grid_points
 
@@ -193,10 +193,10 @@ def _list_grid_points(grid: Mapping[str, list[Any]], max_copied_name_length: int
 def _shorten_keys(keys: Sequence[str]) -> dict[str, str]:
     """Return a short name for each dotted key: its last parts, joined by `_`, as many as distinguish it from the other
     keys."""
-    short_name_by_key, split_keys = {}, [split_key(key) for key in keys]
-    for key, parts in zip(keys, split_keys, strict=True):
-        endings = [parts[-num_parts:] for num_parts in range(1, len(parts) + 1)]
-        unique_endings = (end for end in endings if sum(other[-len(end) :] == end for other in split_keys) == 1)
+    short_name_by_key, parts_of_keys = {}, [split_key(key) for key in keys]
+    for key, parts in zip(keys, parts_of_keys, strict=True):
+        key_endings = [parts[-num_parts:] for num_parts in range(1, len(parts) + 1)]
+        unique_endings = (end for end in key_endings if sum(other[-len(end) :] == end for other in parts_of_keys) == 1)
         short_name_by_key[key] = re.sub(r"[^A-Za-z0-9_]+", "_", "_".join(next(unique_endings, parts)))
     return short_name_by_key
 
@@ -223,8 +223,8 @@ def _rename_references(stage_or_recipe: TableT, copy_name_by_original: Mapping[s
     refers to the copy in the branch. `copy_name_by_original` maps names of stages to those of their copies."""
 
     def rename_reference(_reference_kind: ReferenceKind, reference: str) -> str:
-        name_of_copy = copy_name_by_original.get(referenced_stage(reference) or "")
-        return f"{STAGE_PREFIX}{name_of_copy}" if name_of_copy else reference
+        copied_stage_name = copy_name_by_original.get(referenced_stage(reference) or "")
+        return f"{STAGE_PREFIX}{copied_stage_name}" if copied_stage_name else reference
 
     return convert_references(stage_or_recipe, rename_reference)
 
@@ -235,15 +235,15 @@ def _replace_branch_references(
     """Return a stage outside of the sweep, with each reference to a stage copied into branches replaced by one to the
     sweep's select stage. Raises `ConfigError` if the stage refers to rows or to a checkpoint of a copied stage."""
     error_prefix = _make_error_prefix(pipeline, stage)
-    copied_references = {f"{STAGE_PREFIX}{name}" for name in copied_stage_names}
-    if stage.data in copied_references:
+    references_to_copied_stages = {f"{STAGE_PREFIX}{name}" for name in copied_stage_names}
+    if stage.data in references_to_copied_stages:
         reason = f"data = {stage.data!r} is in every branch of the sweep of {sweep_stage_name!r}"
         raise ConfigError(f"{error_prefix}: {reason}; name the stage in its sweep.through, or give it rows of its own")
-    if stage.model in copied_references and stage.checkpoint:
+    if stage.model in references_to_copied_stages and stage.checkpoint:
         reason = f"checkpoint = {stage.checkpoint!r}: the choice of sweep {sweep_stage_name!r} has no checkpoints"
         raise ConfigError(f"{error_prefix}: {reason}; name the stage in its sweep.through")
     predecessors = [sweep_stage_name if name in copied_stage_names else name for name in stage.after]
-    model_reference = f"{STAGE_PREFIX}{sweep_stage_name}" if stage.model in copied_references else stage.model
+    model_reference = f"{STAGE_PREFIX}{sweep_stage_name}" if stage.model in references_to_copied_stages else stage.model
     return stage.model_copy(update={"after": tuple(dict.fromkeys(predecessors)), "model": model_reference})
 
 

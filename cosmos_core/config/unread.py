@@ -28,16 +28,16 @@ def disabled_keys(pipeline: Pipeline, stage: StageConfig) -> Iterator[tuple[str,
     have no effect for this reason. The fingerprint of the stage omits these keys."""
     stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
     if stage_kind.trains_model and not recipe.validation.enable:
-        field_names = type(recipe.validation).model_fields
-        yield "validation.enable is off", [f"validation.{name}" for name in field_names if name != "enable"]
+        schema_fields = type(recipe.validation).model_fields
+        yield "validation.enable is off", [f"validation.{name}" for name in schema_fields if name != "enable"]
     if recipe.teacher_for_stage(stage_kind) is None:
-        field_names = type(recipe.distillation).model_fields
-        yield "distillation.enable is off", [f"distillation.{name}" for name in field_names if name != "enable"]
+        schema_fields = type(recipe.distillation).model_fields
+        yield "distillation.enable is off", [f"distillation.{name}" for name in schema_fields if name != "enable"]
     if not _may_complete_prompts(pipeline, stage):
         yield "nothing is generated", ["rollout"]
     has_diffusion_rollouts = not recipe.policy.modality.has_text_engines and recipe.train.train_policy.has_rollouts
-    starts_from_frames = has_diffusion_rollouts and recipe.policy.diffusers.flow_rl.max_conditional_frames > 0
-    if stage_kind.reads_data == "source" and not starts_from_frames:
+    starts_from_given_frames = has_diffusion_rollouts and recipe.policy.diffusers.flow_rl.max_conditional_frames > 0
+    if stage_kind.reads_data == "source" and not starts_from_given_frames:
         yield "no rollouts start from frames of clips", [_FIRST_FRAMES_KEY]
     if not recipe.uses_judge:
         yield "no reward function is judge", ["judge"]
@@ -71,32 +71,32 @@ def unread_key_notices(pipeline: Pipeline, loaded_recipes: Mapping[str, Recipe])
     if any(stage.entry for stage in pipeline.stages):  # report no key as unread: a user function may read any key
         return
     grid_keys = [key for s in pipeline.stages if s.sweep for branch in s.sweep.branches for key in branch.settings]
-    used_settings: set[str] = set()
+    read_settings: set[str] = set()
     reason_by_setting: dict[str, str] = {}
     for stage in pipeline.stages:
         stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
         reasons_and_disabled_keys = [*disabled_keys(pipeline, stage), *_disabled_keys_in_fingerprint(recipe)]
         for key, field, setting_value, is_set in active_fields(loaded_recipes[stage.name]):
-            changes_result = is_set and affects_result(field) and not isinstance(setting_value, dict)
-            if not changes_result or is_key_within(key, _IMPLICITLY_READ_KEYS):
+            may_change_result = is_set and affects_result(field) and not isinstance(setting_value, dict)
+            if not may_change_result or is_key_within(key, _IMPLICITLY_READ_KEYS):
                 continue
             schema_key, setting_text = re.sub(r"\.\d+\.", ".", key), f"{key} = {short_toml(setting_value)}"
             reading_kinds = [each for each in pipeline.stage_kinds.values() if each.reads_key(schema_key)]
             reason = next((reason for reason, keys in reasons_and_disabled_keys if is_key_within(key, keys)), "")
             if stage_kind in reading_kinds and not reason:
-                used_settings.add(setting_text)
+                read_settings.add(setting_text)
             elif stage_kind in reading_kinds:
                 reason_by_setting[setting_text] = reason
             elif reading_kinds and not (
                 any(each.endswith(key) for each in grid_keys)  # do not report keys of a grid, which the branches read
                 or (stage_kind.reads_data == "prepared" and all(each.reads_data == "source" for each in reading_kinds))
             ):
-                kind_names_text = " or ".join(repr(each.name) for each in reading_kinds)
-                reason_by_setting.setdefault(setting_text, f"only stages of kind {kind_names_text} read it")
+                reading_kind_names_text = " or ".join(repr(each.name) for each in reading_kinds)
+                reason_by_setting.setdefault(setting_text, f"only stages of kind {reading_kind_names_text} read it")
     for reason in dict.fromkeys(reason_by_setting.values()):
-        unused_settings = [s for s, cause in reason_by_setting.items() if cause == reason and s not in used_settings]
-        if unused_settings:
-            yield f"{', '.join(unused_settings)} {'have' if unused_settings[1:] else 'has'} no effect here: {reason}"
+        unread_settings = [s for s, cause in reason_by_setting.items() if cause == reason and s not in read_settings]
+        if unread_settings:
+            yield f"{', '.join(unread_settings)} {'have' if unread_settings[1:] else 'has'} no effect here: {reason}"
 
 
 def _disabled_keys_in_fingerprint(recipe: Recipe) -> Iterator[tuple[str, Sequence[str]]]:

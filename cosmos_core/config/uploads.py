@@ -44,8 +44,8 @@ def _list_requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConf
             sources = (source_stage.name, training_name) if training_name == model_stage.name else (source_stage.name,)
             predecessors = dict.fromkeys((*sources, *_list_gates(pipeline, {model_stage.name, source_stage.name})))
             uploads_to_hub = is_last_training and source_stage == uploaded_stages[-1]
-            path_parts = (pipeline.config.name, source_stage.name)
-            target_urls = checkpoint_config.upload_urls(*path_parts, is_last_model=uploads_to_hub)
+            upload_path_parts = (pipeline.config.name, source_stage.name)
+            target_urls = checkpoint_config.upload_urls(*upload_path_parts, is_last_model=uploads_to_hub)
             for target_suffix, target_url in target_urls.items():
                 name = f"{source_stage.name[: MAX_STAGE_NAME_LENGTH - len(target_suffix) - 1]}-{target_suffix}"
                 yield training_name, StageConfig(
@@ -57,13 +57,13 @@ def _list_requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConf
 def _list_gates(pipeline: Pipeline, model_stage_names: set[str]) -> list[str]:
     """Return the names of the gates that judge the model of one of `model_stage_names`. The `after` of such a gate
     contains one of these stages, a stage that measures its model (also a user's program), or another such gate."""
-    judged_stage_names, gate_names = set(model_stage_names), list[str]()
+    judged_or_gate_stage_names, gate_names = set(model_stage_names), list[str]()
     for stage in pipeline.stages:
-        may_measure, model_name = pipeline.stage_kind(stage).makes in {"", "metrics"}, referenced_stage(stage.model)
-        if stage.require and not judged_stage_names.isdisjoint(stage.after):
+        makes_metrics, model_name = pipeline.stage_kind(stage).makes in {"", "metrics"}, referenced_stage(stage.model)
+        if stage.require and not judged_or_gate_stage_names.isdisjoint(stage.after):
             gate_names.append(stage.name)
-        if stage.name in gate_names or (may_measure and model_name in model_stage_names):
-            judged_stage_names.add(stage.name)
+        if stage.name in gate_names or (makes_metrics and model_name in model_stage_names):
+            judged_or_gate_stage_names.add(stage.name)
     return gate_names
 
 
@@ -73,19 +73,19 @@ def _list_published_stages(pipeline: Pipeline) -> Iterator[tuple[StageConfig, st
     trains, merges or selects models. For a merge or a selection, this training is the last one among the trainings of
     its models."""
     trainings = {stage.name for stage in pipeline.stages if pipeline.stage_kind(stage).trains_model}
-    model_makers = trainings | {each.name for each in pipeline.stages if pipeline.stage_kind(each).merges_models}
-    model_makers |= {each.name for each in pipeline.stages if _find_chosen_stage(pipeline, each)}
+    model_stage_names = trainings | {each.name for each in pipeline.stages if pipeline.stage_kind(each).merges_models}
+    model_stage_names |= {each.name for each in pipeline.stages if _find_chosen_stage(pipeline, each)}
     training_by_stage: dict[str, str] = {}
     for stage in pipeline.stages:
         base_stage_name = referenced_stage(stage.model) if pipeline.stage_kind(stage).merges_models else None
-        source_names = _find_chosen_stage(pipeline, stage) or [name for name in stage.after if name != base_stage_name]
-        training_names = [training_by_stage[name] for name in source_names if name in training_by_stage]
+        source_stages = _find_chosen_stage(pipeline, stage) or [name for name in stage.after if name != base_stage_name]
+        training_names = [training_by_stage[name] for name in source_stages if name in training_by_stage]
         training_names = [stage.name] if stage.name in trainings else training_names
         if training_names:
             training_by_stage[stage.name] = training_names[-1]
-        if training_names and stage.name in model_makers and pipeline.find_branch_selector(stage.name) is None:
-            later_stage_names = pipeline.stage_and_dependents(stage.name) - {stage.name}
-            yield stage, training_names[-1], later_stage_names.isdisjoint(model_makers)
+        if training_names and stage.name in model_stage_names and pipeline.find_branch_selector(stage.name) is None:
+            dependent_stage_names = pipeline.stage_and_dependents(stage.name) - {stage.name}
+            yield stage, training_names[-1], dependent_stage_names.isdisjoint(model_stage_names)
 
 
 def _find_chosen_stage(pipeline: Pipeline, stage: StageConfig) -> list[str]:

@@ -47,15 +47,15 @@ def _select_next_row(
     row_lengths: Sequence[int], micro_batch: list[int], candidate_rows: list[int], settings: BatchingSettings
 ) -> int | None:
     micro_batch_lengths = [row_lengths[row_index] for row_index in micro_batch]
-    max_length, total_length = max(micro_batch_lengths), sum(micro_batch_lengths)
-    fitting_candidates = []
+    max_length, sum_of_lengths = max(micro_batch_lengths), sum(micro_batch_lengths)
+    fitting_row_candidates = []
     for candidate_index, row_index in enumerate(candidate_rows):
         length = row_lengths[row_index]
-        num_tokens = total_length + length if settings.is_packed else max(max_length, length) * (len(micro_batch) + 1)
+        num_tokens = sum_of_lengths + length if settings.is_packed else max(max_length, length) * (len(micro_batch) + 1)
         if num_tokens <= settings.max_tokens:
             length_difference = abs(max_length - length) if settings.prefers_closest_length else 0
-            fitting_candidates.append((num_tokens, length_difference, candidate_index))
-    return min(fitting_candidates)[2] if fitting_candidates else None
+            fitting_row_candidates.append((num_tokens, length_difference, candidate_index))
+    return min(fitting_row_candidates)[2] if fitting_row_candidates else None
 
 
 class BalancedBatchPlan:
@@ -82,8 +82,8 @@ class BalancedBatchPlan:
         """Number of the first optimizer step of each epoch, and as last element the number of the step after the last
         planned epoch."""
         for epoch in range(num_epochs):
-            steps_in_epoch = -(-len(self._plan_micro_batches(epoch)) // micro_batches_per_step)
-            self._epoch_start_steps.append(self._epoch_start_steps[-1] + steps_in_epoch)
+            num_steps_in_epoch = -(-len(self._plan_micro_batches(epoch)) // micro_batches_per_step)
+            self._epoch_start_steps.append(self._epoch_start_steps[-1] + num_steps_in_epoch)
             if self._epoch_start_steps[-1] >= max_steps:
                 break
         self.steps_per_epoch = self._epoch_start_steps[1]
@@ -97,7 +97,7 @@ class BalancedBatchPlan:
         first_micro_batch = (step - self._epoch_start_steps[epoch]) * self._micro_batches_per_step
         return self._plan_micro_batches(epoch)[first_micro_batch : first_micro_batch + self._micro_batches_per_step]
 
-    def epochs_done(self, step: int) -> float:
+    def num_epochs_done(self, step: int) -> float:
         """Return the number of epochs completed after step `step`, including the fraction of the current one."""
         epoch = bisect_right(self._epoch_start_steps, step) - 1
         epoch_start_step, next_epoch_start_step = self._epoch_start_steps[epoch : epoch + 2]

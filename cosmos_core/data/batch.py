@@ -78,21 +78,21 @@ def collate_shared_prompts(
         for row_index in row_indices:
             segment_index_by_row[row_index] = len(segments)
             segments.append((row_index, prompt_length, len(rows[row_index]), prompt_segment_index))
-    segment_bounds = np.cumsum([0, *(end - start for _, start, end, _ in segments)])
-    num_padding_tokens = padded_length_fn(int(segment_bounds[-1])) - int(segment_bounds[-1])
-    id_tensors = [*(torch.as_tensor(rows[row_index][start:end]).long() for row_index, start, end, _ in segments)]
+    packed_segment_bounds = np.cumsum([0, *(end - start for _, start, end, _ in segments)])
+    num_padding_tokens = padded_length_fn(int(packed_segment_bounds[-1])) - int(packed_segment_bounds[-1])
+    token_id_tensors = [*(torch.as_tensor(rows[row_index][start:end]).long() for row_index, start, end, _ in segments)]
     position_tensors = [torch.arange(start, end) for _, start, end, _ in segments]
     prompt_segment_indices = [prompt_segment_index for *_, prompt_segment_index in segments]
     if num_padding_tokens:
-        id_tensors.append(torch.full((num_padding_tokens,), pad_id))
+        token_id_tensors.append(torch.full((num_padding_tokens,), pad_id))
         position_tensors.append(torch.arange(num_padding_tokens))
-        segment_bounds = np.append(segment_bounds, segment_bounds[-1] + num_padding_tokens)
+        packed_segment_bounds = np.append(packed_segment_bounds, packed_segment_bounds[-1] + num_padding_tokens)
         prompt_segment_indices.append(-1)
-    ids_1P, positions_1P = torch.cat(id_tensors).unsqueeze(0), torch.cat(position_tensors).unsqueeze(0)
+    ids_1P, positions_1P = torch.cat(token_id_tensors).unsqueeze(0), torch.cat(position_tensors).unsqueeze(0)
     inputs = {"input_ids": ids_1P, "position_ids": positions_1P}
-    inputs |= make_packed_attention_kwargs(segment_bounds, prompt_segment_indices)
+    inputs |= make_packed_attention_kwargs(packed_segment_bounds, prompt_segment_indices)
     row_segment_indices = [segment_index_by_row[row_index] for row_index in range(len(rows))]
-    return CollatedRows(inputs, [int(segment_bounds[i]) - segments[i][1] for i in row_segment_indices])
+    return CollatedRows(inputs, [int(packed_segment_bounds[i]) - segments[i][1] for i in row_segment_indices])
 
 
 def make_packed_attention_kwargs(boundaries: np.ndarray, prompt_indices: Sequence[int] | None = None) -> dict[str, Any]:

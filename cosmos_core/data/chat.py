@@ -128,8 +128,8 @@ class ToolResultTokens:
         self._tokenizer, self._render_settings = tokenizer, render_settings
         self._end_token_ids = {str(tokenizer.decode([token])): token for token in stop_ids}
         # `all_special_tokens` has only tokens with a role, such as BOS, and often no marks of turns and images.
-        added_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        special_tokens = {*tokenizer.all_special_tokens, *added_tokens}
+        special_added_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        special_tokens = {*tokenizer.all_special_tokens, *special_added_tokens}
         escaped_special_tokens = [re.escape(token) for token in special_tokens if len(token) > 2]
         self._escape_regex = re.compile("|".join(sorted(escaped_special_tokens, key=len, reverse=True)) or "(?!)")
         with limit_resources(f"{_CONFIG_TABLE}: the chat template"):
@@ -164,14 +164,14 @@ class ToolResultTokens:
         """Return None if the chat template renders one and two tool results after `assistant_turn` without changing the
         turn. Otherwise return the reason, in brackets; "" means that the rendering of the turn changes."""
         for num_results, prefix in ((1, ""), (2, "of two calls in a turn: ")):
-            example_results = [("tool", ToolResult(text)) for text in _EXAMPLE_TOOL_RESULTS[:num_results]]
+            example_tool_results = [("tool", ToolResult(text)) for text in _EXAMPLE_TOOL_RESULTS[:num_results]]
             try:
-                end_token_and_text = self._render_text_after_call(assistant_turn, example_results)
+                end_token_and_text = self._render_text_after_call(assistant_turn, example_tool_results)
             except (TemplateError, ValueError, TypeError) as error:
                 return f" ({prefix}{' '.join(str(error).split())})"
             if end_token_and_text is None:
                 return ""
-            if any(result.text not in end_token_and_text[1] for _, result in example_results):
+            if any(result.text not in end_token_and_text[1] for _, result in example_tool_results):
                 return f" ({prefix}it leaves out what a tool says)"
         return None
 

@@ -54,20 +54,20 @@ def clean_training_rows(
     assert config is not None
     match_counts: Counter[str] = Counter()
     examples: list[str] = []
-    is_dropped = np.zeros(len(rows), dtype=bool)
+    is_row_dropped = np.zeros(len(rows), dtype=bool)
     with open(folder / MATCHES_FILE, "w", encoding="utf-8") as matches_file:
         apply_packer = dataset_loader.make_packer()
         for row_number, should_drop, match in _find_repeated_texts(stage, config, rows, held_out_sets, apply_packer):
             match["dropped"] = should_drop and config.action == "drop"
-            is_dropped[row_number] |= match["dropped"]
+            is_row_dropped[row_number] |= match["dropped"]
             match_counts[match["match"]] += 1
             if match_counts[match["match"]] <= _MAX_EXAMPLES_PER_MATCH_TYPE:
                 examples.append(f"{match['row']}: {match['match']} of {match['of']}: {match['text'][:80]!r}")
             matches_file.write(json.dumps(match, ensure_ascii=False) + "\n")
-    kept_rows = rows.select(~is_dropped)
+    kept_rows = rows.select(~is_row_dropped)
     if not len(kept_rows):
         raise DataError(f"train.train_policy.clean drops all {len(rows)} rows; set action = 'report' to see why")
-    match_counts["dropped"] = int(is_dropped.sum())
+    match_counts["dropped"] = int(is_row_dropped.sum())
     metric_names = ("exact_duplicate", "near_duplicate", "benchmark_text", "held_out_row", "dropped")
     summary = ", ".join(f"{match_counts[name]} {name.replace('_', ' ')}" for name in metric_names)
     notices = [f"clean: {summary}, of {len(rows)} rows; data/{MATCHES_FILE} has them", *examples] if examples else []
@@ -96,21 +96,21 @@ def _find_repeated_texts(
         for row_number, location, row_texts, has_images in _iterate_readable_rows(stage, rows, apply_packer):
             fingerprint, words_by_turn = _make_row_fingerprint(location, row_texts)
             if match := benchmark_index.find_match(words_by_turn):
-                should_drop = match["similarity"] >= clean_config.min_overlap
-                yield row_number, should_drop, {"row": location, **match}
-                if should_drop:
+                is_match_dropped = match["similarity"] >= clean_config.min_overlap
+                yield row_number, is_match_dropped, {"row": location, **match}
+                if is_match_dropped:
                     continue
             if has_images:  # do not search rows with images for duplicates: their images may differ
                 continue
             row_hash_keys = fingerprint.compute_hash_keys(minhash)
-            candidates = map(held_out_rows.__getitem__, held_out_key_index.find_rows(enumerate(row_hash_keys)))
-            if match := fingerprint.find_match(candidates, clean_config.near_duplicates):
+            similar_rows = map(held_out_rows.__getitem__, held_out_key_index.find_row_numbers(enumerate(row_hash_keys)))
+            if match := fingerprint.find_match(similar_rows, clean_config.near_duplicates):
                 yield row_number, False, {**match, "match": "held_out_row"}
             fingerprints.add(fingerprint)
             row_numbers.append(row_number)
             hash_keys.extend(row_hash_keys)
-        hash_keys_2d = np.frombuffer(hash_keys, dtype=np.uint64).reshape(-1, 1 + (minhash.num_bands if minhash else 0))
-        for row_position, match in find_duplicates(hash_keys_2d, fingerprints, clean_config.near_duplicates):
+        hash_key_rows = np.frombuffer(hash_keys, dtype=np.uint64).reshape(-1, 1 + (minhash.num_bands if minhash else 0))
+        for row_position, match in find_duplicates(hash_key_rows, fingerprints, clean_config.near_duplicates):
             yield row_numbers[row_position], True, match
 
 
@@ -134,8 +134,8 @@ def _iterate_readable_rows(
 
 
 def _shows_images(row: Row, row_content: Any) -> bool:
-    content_values = row_content if isinstance(row_content, tuple) else (row_content,)
-    turns = chain.from_iterable(item for item in content_values if isinstance(item, list))
+    row_contents = row_content if isinstance(row_content, tuple) else (row_content,)
+    turns = chain.from_iterable(item for item in row_contents if isinstance(item, list))
     return bool(get_column_images(row)) or any(isinstance(turn["content"], list) for turn in turns)
 
 
@@ -190,17 +190,17 @@ class RowFingerprint(NamedTuple):
     def find_match(self, candidates: Iterable["RowFingerprint"], min_similarity: float) -> dict[str, Any] | None:
         """Compare this row with the rows `candidates`. Return the match (a line of `clean.jsonl`) with the most similar
         one; None if none has an equal text or a similarity of at least `min_similarity` (0: only equal texts match)."""
-        best_candidate, best_similarity = None, min_similarity or 2.0
-        for candidate in candidates:
-            similarity = 2.0 if self.digest == candidate.digest else self.compute_similarity(candidate)
-            if similarity > best_similarity or (similarity == best_similarity and best_candidate is None):
-                best_candidate, best_similarity = candidate, similarity
-        if best_candidate is None:
+        best_match, best_similarity = None, min_similarity or 2.0
+        for possible_match in candidates:
+            similarity = 2.0 if self.digest == possible_match.digest else self.compute_similarity(possible_match)
+            if similarity > best_similarity or (similarity == best_similarity and best_match is None):
+                best_match, best_similarity = possible_match, similarity
+        if best_match is None:
             return None
         return {
             "row": self.location, "match": "exact_duplicate" if best_similarity == 2.0 else "near_duplicate",
             "similarity": min(best_similarity, 1.0), "text": self.text,
-            "of": best_candidate.location, "of_text": best_candidate.text,
+            "of": best_match.location, "of_text": best_match.text,
         }  # fmt: skip
 
 
@@ -208,34 +208,34 @@ class _HashKeyIndex:
     """Index of row numbers by hash keys, with at most `_MAX_CANDIDATES` rows per key."""
 
     def __init__(self) -> None:
-        self._rows_by_key: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self._row_numbers_by_hash_key: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
 
     def add(self, row_number: int, hash_keys: Iterable[tuple[int, int]]) -> None:
         """Add a row under its hash keys: (0, hash of its text) and (i, hash) per band i of its MinHash signature."""
         for key in hash_keys:
-            if len(self._rows_by_key[key]) < _MAX_CANDIDATES:
-                self._rows_by_key[key].append(row_number)
+            if len(self._row_numbers_by_hash_key[key]) < _MAX_CANDIDATES:
+                self._row_numbers_by_hash_key[key].append(row_number)
 
-    def find_rows(self, hash_keys: Iterable[tuple[int, int]]) -> list[int]:
+    def find_row_numbers(self, hash_keys: Iterable[tuple[int, int]]) -> list[int]:
         """Return the sorted numbers of the rows that have at least one of the hash keys."""
-        return sorted({row_number for key in hash_keys for row_number in self._rows_by_key.get(key, ())})
+        return sorted({row_number for key in hash_keys for row_number in self._row_numbers_by_hash_key.get(key, ())})
 
 
 class RowFingerprintFile:
     """Sequence of `RowFingerprint`s that are stored in a file."""
 
     def __init__(self, fingerprint_file: Any) -> None:
-        self._fingerprint_file, self._file_offsets = fingerprint_file, array("Q")
+        self._fingerprint_file, self._byte_offset_by_row = fingerprint_file, array("Q")
 
     def add(self, fingerprint: RowFingerprint) -> None:
         """Append the fingerprint of a row to the file."""
-        self._file_offsets.append(self._fingerprint_file.tell())
+        self._byte_offset_by_row.append(self._fingerprint_file.tell())
         # A file name may contain bytes that are not UTF-8; replace them, because `clean.jsonl` is UTF-8.
         location = fingerprint.location.encode("utf-8", "replace").decode()
         pickle.dump(fingerprint._replace(location=location), self._fingerprint_file)
 
     def __getitem__(self, index: int) -> RowFingerprint:
-        self._fingerprint_file.seek(self._file_offsets[index])
+        self._fingerprint_file.seek(self._byte_offset_by_row[index])
         fingerprint: RowFingerprint = pickle.load(self._fingerprint_file)
         return fingerprint
 
@@ -247,15 +247,15 @@ def find_duplicates(
     is equal, or the similarity is at least `min_similarity` (0: equal texts only). Earlier rows that are duplicates
     themselves are not compared. `hash_keys`, shape (rows, keys), are the hash keys of the rows; two rows are compared
     only if they have an equal key in the same column."""
-    has_shared_key = np.zeros(hash_keys.shape, dtype=bool)
+    is_key_shared = np.zeros(hash_keys.shape, dtype=bool)
     for key_column in range(hash_keys.shape[1]):
-        _, inverse_indices, key_counts = np.unique(hash_keys[:, key_column], return_inverse=True, return_counts=True)
-        has_shared_key[:, key_column] = key_counts[inverse_indices] > 1
+        _, key_number_by_row, key_counts = np.unique(hash_keys[:, key_column], return_inverse=True, return_counts=True)
+        is_key_shared[:, key_column] = key_counts[key_number_by_row] > 1
     hash_key_index = _HashKeyIndex()
-    for row_position in np.flatnonzero(has_shared_key.any(axis=1)).tolist():
-        shared_key_columns = np.flatnonzero(has_shared_key[row_position]).tolist()
+    for row_position in np.flatnonzero(is_key_shared.any(axis=1)).tolist():
+        shared_key_columns = np.flatnonzero(is_key_shared[row_position]).tolist()
         row_hash_keys = [(key_column, int(hash_keys[row_position, key_column])) for key_column in shared_key_columns]
-        candidates = map(fingerprints.__getitem__, hash_key_index.find_rows(row_hash_keys))
+        candidates = map(fingerprints.__getitem__, hash_key_index.find_row_numbers(row_hash_keys))
         if match := fingerprints[row_position].find_match(candidates, min_similarity):
             yield row_position, match
         else:
@@ -271,7 +271,7 @@ class BenchmarkIndex:
         ngram_hashes, text_indices = array("Q"), array("I")
         self._ngram_sizes: set[int] = set()
         for benchmark_number, benchmark_config in enumerate(benchmark_configs):
-            num_earlier_texts = len(self._benchmark_texts)
+            num_indexed_texts = len(self._benchmark_texts)
             for location, row in load_rows(benchmark_config.dataset, f"{BENCHMARKS_KEY}.{benchmark_number}"):
                 for text in iterate_texts(row):
                     if len(words := remove_operators(split_words(normalise_text(text)))) >= self._min_benchmark_words:
@@ -279,12 +279,12 @@ class BenchmarkIndex:
                         ngram_hashes.extend(hash_ngrams(hash_words(words), ngram_size).tolist())
                         text_indices.extend([len(self._benchmark_texts)] * (len(ngram_hashes) - len(text_indices)))
                         self._benchmark_texts.append((location, text))
-            if len(self._benchmark_texts) == num_earlier_texts:
+            if len(self._benchmark_texts) == num_indexed_texts:
                 problem = f"no text of at least {self._min_benchmark_words} words"
                 raise DataError(f"{BENCHMARKS_KEY}.{benchmark_number}: {problem}; name rows of text")
-        unsorted_hashes = np.frombuffer(ngram_hashes, dtype=np.uint64)
-        hash_order = np.argsort(unsorted_hashes, kind="stable")
-        self._sorted_ngram_hashes = unsorted_hashes[hash_order]
+        unsorted_ngram_hashes = np.frombuffer(ngram_hashes, dtype=np.uint64)
+        hash_order = np.argsort(unsorted_ngram_hashes, kind="stable")
+        self._sorted_ngram_hashes = unsorted_ngram_hashes[hash_order]
         self._ngram_text_indices = np.frombuffer(text_indices, "I")[hash_order]
 
     def find_match(self, words_by_turn: Sequence[list[str]]) -> dict[str, Any] | None:
@@ -306,8 +306,8 @@ class BenchmarkIndex:
         hash_positions = np.minimum(np.searchsorted(hashes, row_ngram_hashes), len(hashes) - 1)
         shared_ngram_counts: Counter[int] = Counter()
         for start in hash_positions[hashes[hash_positions] == row_ngram_hashes].tolist():
-            end = start + _MAX_CANDIDATES
-            shared_ngram_counts.update(text_indices[start:end][hashes[start:end] == hashes[start]].tolist())
+            range_end = start + _MAX_CANDIDATES
+            shared_ngram_counts.update(text_indices[start:range_end][hashes[start:range_end] == hashes[start]].tolist())
         best_match: tuple[float, int, list[str]] | None = None
         for text_index, _ in shared_ngram_counts.most_common(_MAX_CANDIDATES):
             benchmark_words = remove_operators(split_words(normalise_text(self._benchmark_texts[text_index][1])))
@@ -326,9 +326,9 @@ class BenchmarkIndex:
         in one of the `turns`, and the longest passage of the text that consists of such n-grams."""
         ngram_size = min(self._ngram_size, len(benchmark_words))
         turn_ngrams = {tuple(turn[i : i + ngram_size]) for turn in turns for i in range(len(turn) - ngram_size + 1)}
-        is_word_shared = np.zeros(len(benchmark_words) + 1, dtype=bool)
+        is_word_in_ngram = np.zeros(len(benchmark_words) + 1, dtype=bool)
         for i in range(len(benchmark_words) - ngram_size + 1):
-            is_word_shared[i : i + ngram_size] |= tuple(benchmark_words[i : i + ngram_size]) in turn_ngrams
-        shared_word_spans = np.flatnonzero(np.diff(is_word_shared, prepend=False)).reshape(-1, 2).tolist()
-        passage_start, passage_end = max(shared_word_spans, key=lambda span: span[1] - span[0], default=(0, 0))
-        return float(is_word_shared.sum() / len(benchmark_words)), benchmark_words[passage_start:passage_end]
+            is_word_in_ngram[i : i + ngram_size] |= tuple(benchmark_words[i : i + ngram_size]) in turn_ngrams
+        spans_of_shared_words = np.flatnonzero(np.diff(is_word_in_ngram, prepend=False)).reshape(-1, 2).tolist()
+        passage_start, passage_end = max(spans_of_shared_words, key=lambda span: span[1] - span[0], default=(0, 0))
+        return float(is_word_in_ngram.sum() / len(benchmark_words)), benchmark_words[passage_start:passage_end]

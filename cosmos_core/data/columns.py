@@ -19,5 +19,5 @@ def find_column(row: dict[str, Any], columns: Iterable[str]) -> str:
 
 def is_filled(row: dict[str, Any], *columns: str) -> bool:
     """Return whether a row has values in all columns, none of which is a blank text or an empty list."""
-    cells = [dict.get(row, column) for column in columns]
-    return all(value.strip() if isinstance(value, str) else value is not None and value != [] for value in cells)
+    row_cells = [dict.get(row, column) for column in columns]
+    return all(value.strip() if isinstance(value, str) else value is not None and value != [] for value in row_cells)

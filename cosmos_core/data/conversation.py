@@ -33,8 +33,8 @@ def tokenise_conversation(
     """
     if isinstance(conversation, str):
         return _tokenise_plain_text(tokenizer, conversation)
-    rendered_text, spans = find_learned_spans(tokenizer, conversation, location, tools, stop_ids)
-    return _tokenise_with_loss_mask(tokenizer, rendered_text, spans, location)
+    rendered_text, learned_spans = find_learned_spans(tokenizer, conversation, location, tools, stop_ids)
+    return _tokenise_with_loss_mask(tokenizer, rendered_text, learned_spans, location)
 
 
 def make_span_token_mask(span: Span, token_starts: np.ndarray, token_ends: np.ndarray) -> np.ndarray:
@@ -82,8 +82,8 @@ def render_prompt(
 
 def _tokenise_plain_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
     # Do not add a second BOS token to a text that a chat template has rendered with a BOS token.
-    has_bos_token = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-    ids = tokenizer(text, add_special_tokens=not has_bos_token, verbose=False)["input_ids"]
+    starts_with_bos_token = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    ids = tokenizer(text, add_special_tokens=not starts_with_bos_token, verbose=False)["input_ids"]
     end_token_id = tokenizer.eos_token_id
     if end_token_id is not None and ids[-1:] != [end_token_id]:
         ids = [*ids, end_token_id]
@@ -113,8 +113,8 @@ def _tokenise_between_borders(
     tokenising the whole text gives other tokens."""
     ids, mask = list[int](), list[int]()
     span_boundaries = [0, *(boundary for span in spans for boundary in span), len(text)]
-    for segment_index, (start, end) in enumerate(pairwise(span_boundaries)):
-        segment_ids = tokenizer(text[start:end], add_special_tokens=False, verbose=False)["input_ids"]
+    for segment_index, (segment_start, segment_end) in enumerate(pairwise(span_boundaries)):
+        segment_ids = tokenizer(text[segment_start:segment_end], add_special_tokens=False, verbose=False)["input_ids"]
         ids += segment_ids
         mask += [segment_index % 2] * len(segment_ids)
     if ids != tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:

@@ -27,20 +27,20 @@ def read_embedding(path: Path, output_names: tuple[str, ...]) -> dict[str, Tenso
     text encoder's outputs; only one name is possible for a pickle, which stores no names. Raise DataError if the file
     is damaged, holds other objects than arrays, or lacks one of the names."""
 
-    def convert_read_error(error: Exception) -> Exception:
+    def convert_embedding_error(error: Exception) -> Exception:
         # Raise only disk errors unchanged: a damaged pickle can cause a MemoryError by declaring a huge array.
         is_disk_error = isinstance(error, OSError) and is_machine_error(error)
         return error if is_disk_error else DataError(f"{path.name}: it is damaged: {first_line(error)}")
 
-    is_pickle = path.suffix.lower() != ".safetensors"
-    if is_pickle and len(output_names) != 1:
+    is_pickle_file = path.suffix.lower() != ".safetensors"
+    if is_pickle_file and len(output_names) != 1:
         raise DataError(f"{path.name}: a pickle has one array, and the model needs {', '.join(output_names)}; write "
                         "safetensors with these names")  # fmt: skip
-    with convert_errors(convert_read_error):
-        tensors = {output_names[0]: torch.from_numpy(_read_pickled_array(path))} if is_pickle else load_file(path)
+    with convert_errors(convert_embedding_error):
+        tensors = {output_names[0]: torch.from_numpy(_read_pickled_array(path))} if is_pickle_file else load_file(path)
     if missing_names := set(output_names) - tensors.keys():
-        present_names_text, missing_names_text = (", ".join(sorted(each)) for each in (tensors, missing_names))
-        raise DataError(f"{path.name}: it has {present_names_text}, and the model needs {missing_names_text}")
+        saved_names_text, missing_names_text = (", ".join(sorted(each)) for each in (tensors, missing_names))
+        raise DataError(f"{path.name}: it has {saved_names_text}, and the model needs {missing_names_text}")
     return {name: tensors[name] for name in output_names}
 
 

@@ -48,16 +48,16 @@ def decode_history(cell: Any, location: str) -> list[dict[str, Any]]:
     turn_pairs = parse_json(cell) if isinstance(cell, str) and cell.strip() else cell or []
     if not isinstance(turn_pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in turn_pairs):
         raise DataError(f"{location}: column 'history' holds {str(cell)[:40]!r}; write [[prompt, response], ...]")
-    roles = ("user", "assistant")
-    return [{"role": role, "content": text} for pair in turn_pairs for role, text in zip(roles, pair, strict=True)]
+    role_pair = ("user", "assistant")
+    return [{"role": role, "content": text} for pair in turn_pairs for role, text in zip(role_pair, pair, strict=True)]
 
 
-def _parse_literal(literal_text: str) -> Any:
+def _parse_literal(python_literal: str) -> Any:
     """Return the value of a Python literal; NumPy's form without commas between dictionaries is allowed. Return None if
     the text is no literal."""
     try:
-        python_tokens = [token.string for token in tokenize.generate_tokens(StringIO(literal_text.strip()).readline)]
-        adjacent_tokens = pairwise([*filter(str.strip, python_tokens), ""])
-        return ast.literal_eval(" ".join("}," if pair == ("}", "{") else pair[0] for pair in adjacent_tokens))
+        python_tokens = [token.string for token in tokenize.generate_tokens(StringIO(python_literal.strip()).readline)]
+        adjacent_token_pairs = pairwise([*filter(str.strip, python_tokens), ""])
+        return ast.literal_eval(" ".join("}," if pair == ("}", "{") else pair[0] for pair in adjacent_token_pairs))
     except (ValueError, SyntaxError, MemoryError, RecursionError, tokenize.TokenError):
         return None

@@ -39,8 +39,8 @@ _JSON_DECODER = json.JSONDecoder(parse_constant=lambda name: None if name == "Na
 _MEDIA_FEATURE_REGEX = re.compile(r"\b(Audio|Image|Mesh|Nifti|Pdf|Video)\(")
 """Pattern of the types of columns that `datasets` decodes on access."""
 _CSV_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
-_TOOL_KEYS = {"tools", "functions", "tool_calls", "function_call"}
-_FILE_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_TOOL_COLUMNS_AND_KEYS = {"tools", "functions", "tool_calls", "function_call"}
+_FILE_OPENER_BY_SUFFIX: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 LocatedRow = tuple[str, Row]
 """Location and row of a data set. The location names a row in messages: `train.jsonl:12` in formats with lines,
@@ -65,7 +65,7 @@ def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
     """Open a text file and skip its byte order marks; raise DataError if it cannot be read, or is not UTF-8."""
     with ExitStack() as exit_stack:
         with convert_reader_errors(f"{path.name} cannot be read"):
-            file = exit_stack.enter_context(_FILE_OPENERS.get(path.suffix.lower(), open)(path, "rb"))
+            file = exit_stack.enter_context(_FILE_OPENER_BY_SUFFIX.get(path.suffix.lower(), open)(path, "rb"))
             # Let bz2 and lzma report damage after the first compressed stream, which they ignore by default.
             if isinstance(file, bz2.BZ2File | lzma.LZMAFile):
                 cast(Any, file)._buffer.raw._trailing_error = ()
@@ -87,8 +87,8 @@ def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
             except UnicodeDecodeError as error:
                 line_number = file_bytes.count(b"\n", 0, error.start) + 1
                 problem = f"{path.name}:{line_number}: byte {error.start} is not UTF-8; save the file as UTF-8"
-                encoding = "utf-16" if file_bytes.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "cp1252"
-                raise DataError(f"{problem}, for example with iconv -f {encoding} -t utf-8 OLD > NEW") from None
+                likely_encoding = "utf-16" if file_bytes.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "cp1252"
+                raise DataError(f"{problem}, for example with iconv -f {likely_encoding} -t utf-8 OLD > NEW") from None
             raise
 
 
@@ -121,19 +121,19 @@ def _parse_object(json_text: str, location: str) -> Row:
 def _read_json(path: Path) -> Iterator[LocatedRow]:
     """Yield the rows of a JSON array of objects, alone or as in `{"data": [...]}`; read other files as JSON Lines."""
     with _open_text(path, "\n") as file:
-        first_block = file.read(_CHARACTERS_PER_READ)
-        if not first_block.lstrip().startswith("["):
+        first_text_block = file.read(_CHARACTERS_PER_READ)
+        if not first_text_block.lstrip().startswith("["):
             first_row_values = [list(row.values()) for _, row in islice(_read_json_lines(path), 2)]
-            only_value = first_row_values[0][0] if [len(values) for values in first_row_values] == [1] else None
-            is_object_list = isinstance(only_value, list) and all(isinstance(element, dict) for element in only_value)
+            only_cell = first_row_values[0][0] if [len(values) for values in first_row_values] == [1] else None
+            is_object_list = isinstance(only_cell, list) and all(isinstance(element, dict) for element in only_cell)
             # A single object with a list of turns, as in `{"messages": [{"role": ...}]}`, is one row, not several.
-            if only_value and is_object_list and not {"role", "from"} & only_value[0].keys():
-                yield from ((f"{path.name} row {row_index}", element) for row_index, element in enumerate(only_value))
+            if only_cell and is_object_list and not {"role", "from"} & only_cell[0].keys():
+                yield from ((f"{path.name} row {row_index}", element) for row_index, element in enumerate(only_cell))
             else:
                 yield from _read_json_lines(path)
             return
         try:
-            for row_index, json_value in enumerate(_iterate_json_array(file, first_block)):
+            for row_index, json_value in enumerate(_iterate_json_array(file, first_text_block)):
                 location = f"{path.name} row {row_index}"
                 if not isinstance(json_value, dict):
                     raise DataError(f"{location}: a row must be a JSON object, not {str(json_value)[:40]!r}")
@@ -148,22 +148,22 @@ def _iterate_json_array(file: TextIO, buffer: str) -> Iterator[Any]:
     """Yield each element of a JSON array that begins with `buffer` and continues in `file`, with at most one block and
     one element in memory; raise ValueError if the text is not an array, or ends too early."""
     parse_position = buffer.index("[") + 1
-    next_character, block_size = ",", _CHARACTERS_PER_READ
+    next_character, num_characters = ",", _CHARACTERS_PER_READ
     while next_character == ",":
         try:
-            element, element_end = _JSON_DECODER.raw_decode(buffer, WHITESPACE.match(buffer, parse_position).end())
+            json_element, element_end = _JSON_DECODER.raw_decode(buffer, WHITESPACE.match(buffer, parse_position).end())
             element_end = WHITESPACE.match(buffer, element_end).end()
             next_character = buffer[element_end]
         except (ValueError, IndexError):
-            next_block = file.read(block_size)
-            if not next_block:
+            text_block = file.read(num_characters)
+            if not text_block:
                 raise ValueError("the array does not end") from None
-            buffer, parse_position, block_size = buffer[parse_position:] + next_block, 0, 2 * block_size
+            buffer, parse_position, num_characters = buffer[parse_position:] + text_block, 0, 2 * num_characters
             continue
         if next_character not in ",]":
             raise ValueError(f"{next_character!r} between two elements")
-        yield element
-        parse_position, block_size = element_end + 1, _CHARACTERS_PER_READ
+        yield json_element
+        parse_position, num_characters = element_end + 1, _CHARACTERS_PER_READ
     if buffer[parse_position:].strip() or file.read().strip():
         raise ValueError("text behind the array")
 
@@ -191,15 +191,15 @@ def _read_csv(path: Path) -> Iterator[LocatedRow]:
         csv_reader = csv.reader(chain([header_line], file), strict=True, delimiter=separator)
         csv_rows = filter(any, csv_reader)  # skip rows without values: spreadsheets write separators for cleared rows
         try:
-            header = next(csv_rows, [])
-            if repeated_names := [name for name in header if name and header.count(name) > 1]:
+            csv_header = next(csv_rows, [])
+            if repeated_names := [name for name in csv_header if name and csv_header.count(name) > 1]:
                 raise DataError(f"{path.name}: the header names {repeated_names[0]!r} twice")
             for fields in csv_rows:
                 location = f"{path.name}:{csv_reader.line_num}"
-                if len(fields) != len(header):
-                    problem = f"the line does not have the {len(header)} fields of the header"
+                if len(fields) != len(csv_header):
+                    problem = f"the line does not have the {len(csv_header)} fields of the header"
                     raise DataError(f"{location}: {problem}; quote fields that contain {_CSV_SEPARATORS[separator]}")
-                yield location, dict(zip(header, fields, strict=True))
+                yield location, dict(zip(csv_header, fields, strict=True))
         except csv.Error as error:
             raise DataError(f"{path.name}:{csv_reader.line_num}: malformed CSV, {error}") from None
 
@@ -231,10 +231,10 @@ def _open_parquet(path: Path) -> RowReader:
                     return
                 record_batch.validate(full=True)
                 if "map<" in str(record_batch.schema.types):  # bypass `datasets`, which cannot read map columns
-                    batch_rows = record_batch.to_pylist(maps_as_pydicts="strict")
+                    rows_of_batch = record_batch.to_pylist(maps_as_pydicts="strict")
                 else:
-                    batch_rows = _read_undecoded_rows(_make_dataset(pa.Table.from_batches([record_batch])))
-            yield from batch_rows
+                    rows_of_batch = _read_undecoded_rows(_make_dataset(pa.Table.from_batches([record_batch])))
+            yield from rows_of_batch
 
     return RowReader(path.name, num_rows, lambda: _add_locations(path.name, iterate_rows()))
 
@@ -295,7 +295,7 @@ def _remove_null_arguments(row_value: Any) -> Any:
     them."""
     if isinstance(row_value, dict):
         return {
-            name: remove_nulls(element) if name in _TOOL_KEYS else _remove_null_arguments(element)
+            name: remove_nulls(element) if name in _TOOL_COLUMNS_AND_KEYS else _remove_null_arguments(element)
             for name, element in row_value.items()
         }
     is_list_of_turns = isinstance(row_value, list) and row_value and isinstance(row_value[0], dict)
@@ -312,7 +312,7 @@ def convert_reader_errors(error_description: str) -> AbstractContextManager[None
     return convert_errors(convert_error, DataError)
 
 
-_READER_OPENERS: dict[str, Callable[[Path], RowReader]] = {
+_READER_OPENER_BY_SUFFIX: dict[str, Callable[[Path], RowReader]] = {
     **dict.fromkeys((".jsonl", ".ndjson"), partial(_make_text_reader, _read_json_lines)),
     ".json": partial(_make_text_reader, _read_json),
     ".parquet": _open_parquet, ".arrow": _open_arrow,
@@ -322,4 +322,4 @@ _READER_OPENERS: dict[str, Callable[[Path], RowReader]] = {
 
 def open_row_file(path: Path) -> RowReader:
     """Return the reader of a file whose name ends with one of `DATA_SUFFIXES`; raise DataError if it is malformed."""
-    return _READER_OPENERS["." + data_suffix(path.name).split(".")[1]](path)
+    return _READER_OPENER_BY_SUFFIX["." + data_suffix(path.name).split(".")[1]](path)

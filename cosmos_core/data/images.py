@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 _IMAGE_SOURCE_KEYS = ("image", "image_url", "url", "path", "base64")
 _IMAGE_COLUMNS = ("images", "image")
-_MORE_IMAGE_COLUMNS = ("img", "image_path", "image_paths", "img_path")
+_IMAGE_PATH_COLUMNS = ("img", "image_path", "image_paths", "img_path")
 """Names of columns with images that are read only if no part of a turn names the source of its image."""
 _IMAGE_SIZE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _IMAGE_PLACEHOLDER = {"type": "image"}
 _BASE64_IMAGE_REGEX = re.compile(r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/\s]{40,}={0,2}\s*")
 """Pattern of a PNG, JPEG, GIF or WebP file in base64, without the prefix `data:`, as in data sets of Cosmos-RL."""
 _MAX_PATH_LENGTH = 4095  # maximum length of a path on Linux (PATH_MAX), in bytes
-_DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EOFError, LookupError, struct.error)
+_IMAGE_DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EOFError, LookupError, struct.error)
 """Exceptions of Pillow's decoders for damaged files."""
 
 
@@ -49,11 +49,11 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
     if get_column_images(row, ("videos", "video")):
         raise DataError(f"{location}: the row has a video, and this version reads images and text; leave such rows out")
     content_parts = [part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
-    are_sources_in_parts = any(part.get(key) is not None for part in content_parts for key in _IMAGE_SOURCE_KEYS)
-    if column_images := get_column_images(row, _IMAGE_COLUMNS + (() if are_sources_in_parts else _MORE_IMAGE_COLUMNS)):
+    have_parts_sources = any(part.get(key) is not None for part in content_parts for key in _IMAGE_SOURCE_KEYS)
+    if column_images := get_column_images(row, _IMAGE_COLUMNS + (() if have_parts_sources else _IMAGE_PATH_COLUMNS)):
         turns = [{**turn, "content": _split_at_image_marks(turn["content"])} for turn in turns]
-    turn_part_lists = [turn["content"] for turn in turns if isinstance(turn["content"], list)]
-    if column_images and not any(part["type"] == "image" for content in turn_part_lists for part in content):
+    parts_of_turns = [turn["content"] for turn in turns if isinstance(turn["content"], list)]
+    if column_images and not any(part["type"] == "image" for content in parts_of_turns for part in content):
         turns = _insert_images(turns, len(column_images), location)
     unused_images: Iterator[Any] = iter(column_images)
     image_sources: list[Any] = []
@@ -68,11 +68,11 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
     are_duplicates = all(isinstance(each, str | dict) for each in unshown_images) and unshown_images == image_sources
     # Images of the column that no turn shows are an error, unless the column only repeats the images in the turns.
     if num_missing_images or (unshown_images and not are_duplicates):
-        num_row_images = len(image_sources) - num_missing_images + len(unshown_images)
-        problem = f"the turns show {len(image_sources)} images and the row has {num_row_images}"
+        num_images_in_row = len(image_sources) - num_missing_images + len(unshown_images)
+        problem = f"the turns show {len(image_sources)} images and the row has {num_images_in_row}"
         raise DataError(f"{location}: {problem}; write <image> once for each image")
-    turn_texts = [turn["content"] for turn in turns if isinstance(turn["content"], str)]
-    if marked_text := next(filter(re.compile(r"\A\s*<image>|<image>\s*\Z").search, turn_texts), None):
+    texts_of_turns = [turn["content"] for turn in turns if isinstance(turn["content"], str)]
+    if marked_text := next(filter(re.compile(r"\A\s*<image>|<image>\s*\Z").search, texts_of_turns), None):
         problem = f"the turn {marked_text[:40]!r} shows an image, and the row names none"
         raise DataError(f"{location}: {problem}; give it a column `image` or `images`")
     return turns_with_placeholders, image_sources
@@ -81,8 +81,8 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
 def has_image_sizes(turns: list[Message]) -> bool:
     """Return whether an image part of the turns specifies a size for its image, as some data sets for Qwen's models
     do."""
-    content_parts = [part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
-    return any(part.get(key) is not None for part in content_parts for key in _IMAGE_SIZE_KEYS)
+    parts_of_turns = [part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
+    return any(part.get(key) is not None for part in parts_of_turns for key in _IMAGE_SIZE_KEYS)
 
 
 def read_image(source: Any, image_root: Path, location: str, stored_root: Path | None = None) -> tuple[ImageRef, Image]:
@@ -97,7 +97,7 @@ def read_image(source: Any, image_root: Path, location: str, stored_root: Path |
     # Use os.path, because Path.expanduser raises an error for the name of an unknown user.
     image_path = Path(os.path.expanduser(source_path))
     image_path = image_path if image_path.is_absolute() else image_root / image_path
-    file_bytes = _read_file(image_path, f"{location}: image {source_path!r}")
+    file_bytes = _read_image_file(image_path, f"{location}: image {source_path!r}")
     stored_root = stored_root or image_root
     ref_path = image_path.relative_to(stored_root) if image_path.is_relative_to(stored_root) else image_path.absolute()
     image_ref = ImageRef(str(ref_path), None, hashlib.sha256(file_bytes).hexdigest())
@@ -110,23 +110,23 @@ def open_image(image_ref: ImageRef) -> Image:
     if image_ref.content is not None:
         return _decode_image(image_ref.content, "the image of a prepared row")
     assert image_ref.path is not None
-    image_bytes = _read_file(Path(image_ref.path), f"image {image_ref.path} of the prepared rows")
+    image_bytes = _read_image_file(Path(image_ref.path), f"image {image_ref.path} of the prepared rows")
     if hashlib.sha256(image_bytes).hexdigest() != image_ref.sha256:
         remedy = "run the prepare stage again (cosmos resume --from-stage NAME)"
         raise DataError(f"image {image_ref.path} is not the one that was prepared; {remedy}")
     return _decode_image(image_bytes, f"image {image_ref.path}")
 
 
-def get_column_images(row: Row, columns: tuple[str, ...] = _IMAGE_COLUMNS + _MORE_IMAGE_COLUMNS) -> list[Any]:
+def get_column_images(row: Row, columns: tuple[str, ...] = _IMAGE_COLUMNS + _IMAGE_PATH_COLUMNS) -> list[Any]:
     """Return the images in the first of `columns` that holds an image; empty if there is no such column."""
     for column_value in map(row.get, columns):
         images = list(column_value) if isinstance(column_value, (list, tuple)) else [column_value]
-        if not all(map(_is_null, images)):
+        if not all(map(_is_null_image, images)):
             return images
     return []
 
 
-def _is_null(image_value: Any) -> bool:
+def _is_null_image(image_value: Any) -> bool:
     """Return whether the value of an image column stands for no image: null, or an object of nulls, which columnar
     formats store instead."""
     if isinstance(image_value, dict):
@@ -150,18 +150,18 @@ def _insert_images(turns: list[Message], num_images: int, location: str) -> list
     if first_user_index is None:
         problem = f"the row has {num_images} images and no user turn to show them"
         raise DataError(f"{location}: {problem}; write <image> in one")
-    user_content = turns[first_user_index]["content"]
-    text_parts = [{"type": "text", "text": user_content}] if isinstance(user_content, str) else user_content
+    turn_content = turns[first_user_index]["content"]
+    user_content_parts = [{"type": "text", "text": turn_content}] if isinstance(turn_content, str) else turn_content
     image_placeholders = [dict(_IMAGE_PLACEHOLDER) for _ in range(num_images)]
-    image_turn = {**turns[first_user_index], "content": image_placeholders + text_parts}
-    return [*turns[:first_user_index], image_turn, *turns[first_user_index + 1 :]]
+    turn_with_images = {**turns[first_user_index], "content": image_placeholders + user_content_parts}
+    return [*turns[:first_user_index], turn_with_images, *turns[first_user_index + 1 :]]
 
 
 def _take_image_source(content_part: dict[str, Any], unused_images: Iterator[Any]) -> Any:
     """Return the image source that a part of a turn names; if it names none, the next of `unused_images`, the images in
     a column of the row; None if no image is left."""
-    named_source = next((content_part[key] for key in _IMAGE_SOURCE_KEYS if content_part.get(key) is not None), None)
-    return next(unused_images, None) if named_source is None else named_source
+    source_in_part = next((content_part[key] for key in _IMAGE_SOURCE_KEYS if content_part.get(key) is not None), None)
+    return next(unused_images, None) if source_in_part is None else source_in_part
 
 
 def locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]:
@@ -202,7 +202,7 @@ def _encode_image(image: Image, location: str) -> bytes:
 
     try:
         convert_to_rgb(ImageOps.exif_transpose(image)).save(buffer := BytesIO(), "PNG")
-    except _DECODER_ERRORS as error:
+    except _IMAGE_DECODER_ERRORS as error:
         raise DataError(f"{location}: the image in the row is damaged ({error}); replace it") from error
     return buffer.getvalue()
 
@@ -217,15 +217,15 @@ def _decode_data_uri(data_uri: str, location: str) -> bytes:
         raise DataError(f"{location}: the image {data_uri[:30]!r}... cannot be decoded: {error}") from error
 
 
-def _read_file(path: Path, image_label: str) -> bytes:
+def _read_image_file(path: Path, image_label: str) -> bytes:
     try:
         if not S_ISREG(path.stat().st_mode):
             raise DataError(f"{image_label}: {path} is no regular file, and a device or a pipe may be read without end")
         return path.read_bytes()
     except OSError as error:
-        file_problem = "there is no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
+        reading_problem = "there is no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
         remedy = "check the path, or set custom.dataset.media_path"
-        raise DataError(f"{image_label}: {file_problem} ({path}); {remedy}") from error
+        raise DataError(f"{image_label}: {reading_problem} ({path}); {remedy}") from error
 
 
 def convert_to_rgb(image: Image) -> Image:
@@ -254,5 +254,5 @@ def _decode_image(content: bytes, image_label: str) -> Image:
         raise DataError(f"{image_label} is too large ({error}); make it smaller") from error
     except pillow.UnidentifiedImageError as error:
         raise DataError(f"{image_label} is no image ({len(content)} bytes that begin with {content[:8]!r})") from error
-    except _DECODER_ERRORS as error:
+    except _IMAGE_DECODER_ERRORS as error:
         raise DataError(f"{image_label} is damaged ({error}); replace it") from error

@@ -86,12 +86,12 @@ def _find_turn_spans(
     render_messages: RenderFn, turns: list[Message], rendered_text: str, added_tokens: Sequence[str]
 ) -> list[Span] | None:
     find_by_placeholders = partial(find_spans_by_placeholders, turn_end_tokens=added_tokens)
-    span_finders: list[Callable[..., list[Span] | None]] = [find_spans_by_prefixes, find_by_placeholders]
+    turn_span_finders: list[Callable[..., list[Span] | None]] = [find_spans_by_prefixes, find_by_placeholders]
     if len(turns) > _MIN_TURNS_FOR_PLACEHOLDERS:
-        span_finders.reverse()
-    span_finders.append(partial(find_by_placeholders, keeps_reasoning=True))
-    span_candidates = (find_spans(render_messages, turns, rendered_text) for find_spans in span_finders)
-    return next((spans for spans in span_candidates if spans is not None), None)
+        turn_span_finders.reverse()
+    turn_span_finders.append(partial(find_by_placeholders, keeps_reasoning=True))
+    spans_by_finder = (find_spans(render_messages, turns, rendered_text) for find_spans in turn_span_finders)
+    return next((spans for spans in spans_by_finder if spans is not None), None)
 
 
 def _are_tool_results_learned(render_messages: RenderFn, turns: list[Message], added_tokens: Sequence[str]) -> bool:
@@ -99,12 +99,12 @@ def _are_tool_results_learned(render_messages: RenderFn, turns: list[Message], a
     renders the results inside of the turn that calls the tools."""
     if not any("tool_calls" in turn and any(get_turn_texts(turn)) for turn in turns):
         return False
-    result_placeholder = make_unused_word(turns)
-    turns = [{**turn, "content": result_placeholder} if turn["role"] == "tool" else turn for turn in turns]
+    tool_result_placeholder = make_unused_word(turns)
+    turns = [{**turn, "content": tool_result_placeholder} if turn["role"] == "tool" else turn for turn in turns]
     with suppress(TemplateError):  # a template may fail because the placeholder of a tool result is not JSON
         rendered_text = render_messages(turns, False)
         spans = _find_turn_spans(render_messages, turns, rendered_text, added_tokens)
-        return any(result_placeholder in rendered_text[start:end] for start, end in spans or ())
+        return any(tool_result_placeholder in rendered_text[start:end] for start, end in spans or ())
     return False
 
 
@@ -114,13 +114,13 @@ def _select_trained_spans(
     """Return the `generation_spans`, those of {% generation %} tags, that overlap an assistant turn to learn
     (`trained_spans`). Raise DataError if one of them also overlaps an assistant turn with `weight` = 0: `turn_spans`
     are the spans of all assistant turns."""
-    selected_spans = [span for span in generation_spans if _is_span_overlapping(span, trained_spans)]
+    selected_generation_spans = [span for span in generation_spans if _is_span_overlapping(span, trained_spans)]
     untrained_spans = [turn_span for turn_span in turn_spans if turn_span not in trained_spans]
-    if any(_is_span_overlapping(span, untrained_spans) for span in selected_spans):
+    if any(_is_span_overlapping(span, untrained_spans) for span in selected_generation_spans):
         remedy = "put {% generation %} around each turn, or leave out `weight`"
         problem = "weight = 0 leaves out a turn, and the chat template marks it together with another"
         raise DataError(f"{location}: {problem}; {remedy}")
-    return selected_spans
+    return selected_generation_spans
 
 
 def _is_span_overlapping(span: Span, other_spans: list[Span]) -> bool:
@@ -188,10 +188,10 @@ def _find_marked_spans(
         return [(part_ends[i], part_ends[i + 1]) for i, tag in enumerate(text_parts[1::2]) if tag == _START_MARKER]
     # Marker strings in the messages change the text that this template renders, for example because of a filter. Use
     # the positions of `{% generation %}` blocks that transformers returns instead.
-    rendered_texts, spans_by_conversation = cast(Any, render_jinja_template)(
+    rendered_conversations, spans_by_conversation = cast(Any, render_jinja_template)(
         chat_template=template, return_assistant_tokens_mask=True, **template_arguments
     )
-    if rendered_texts[0] != rendered_text:
+    if rendered_conversations[0] != rendered_text:
         return None
     return [(start, end) for start, end in spans_by_conversation[0]]
 

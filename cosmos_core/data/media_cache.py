@@ -41,16 +41,16 @@ def compute_digest(*json_values: object) -> str:
     return hashlib.sha256(json.dumps(json_values, sort_keys=True, ensure_ascii=True).encode()).hexdigest()[:32]
 
 
-def group_into_shards(keyed_items: Iterable[tuple[str, T]]) -> Iterator[dict[str, T]]:
+def group_into_shards(keys_and_items: Iterable[tuple[str, T]]) -> Iterator[dict[str, T]]:
     """Divide items to encode, pairs of cache key and text or image, into shards, which are stored in one file each;
     yield each shard as a dictionary of items by key. Where a shard ends depends only on the keys. An item that occurs
     several times is in one shard only."""
-    seen_keys: set[str] = set()
+    added_keys: set[str] = set()
     shard: dict[str, T] = {}
-    for key, item in keyed_items:
-        if key in seen_keys:
+    for key, item in keys_and_items:
+        if key in added_keys:
             continue
-        seen_keys.add(key)
+        added_keys.add(key)
         shard[key] = item
         if int(key[:8], 16) % _TYPICAL_SHARD_ENTRIES == 0 or len(shard) == _MAX_SHARD_ENTRIES:
             yield shard
@@ -98,7 +98,7 @@ class MediaCache:
         """Write the encoder outputs in `entry_by_key` to a shard, then the record that marks the shard as complete. An
         entry is the output for one text or image, or the reason why it could not be encoded."""
         shard_path = self.get_shard_path(shard_key)
-        temporary_path = shard_path.with_name(f".{shard_path.name}.{os.getpid()}.tmp")
+        temporary_shard_path = shard_path.with_name(f".{shard_path.name}.{os.getpid()}.tmp")
         tensors = {
             f"{key}.{name}": tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             for key, entry in entry_by_key.items()
@@ -106,11 +106,11 @@ class MediaCache:
             for name, tensor in entry.items()
         }
         with translate_disk_errors(str(shard_path), lambda: "what was encoded before it stays encoded"):
-            save_file(tensors, temporary_path)
-        apply_umask(temporary_path)
-        digest = sha256(temporary_path, fsync=True)
-        num_bytes = temporary_path.stat().st_size
-        temporary_path.replace(shard_path)
+            save_file(tensors, temporary_shard_path)
+        apply_umask(temporary_shard_path)
+        digest = sha256(temporary_shard_path, fsync=True)
+        num_bytes = temporary_shard_path.stat().st_size
+        temporary_shard_path.replace(shard_path)
         sync_folder(shard_path.parent)
         skip_reasons = {key: entry for key, entry in entry_by_key.items() if isinstance(entry, str)}
         write_json(self._get_record_path(shard_key), {"size": num_bytes, "sha256": digest, "refused": skip_reasons})
@@ -118,13 +118,13 @@ class MediaCache:
     def read_tensor_shapes(self, shard_key: str, tensor_name: str) -> dict[str, list[int]]:
         """Return the shape of the tensor `tensor_name` of each entry of a shard, by the entry's cache key. Only the
         header of the shard's file is read."""
-        shape_by_entry = {}
+        shape_by_entry_key = {}
         with safe_open(str(self.get_shard_path(shard_key)), framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - a safetensors file cannot be iterated
-                entry_key, _, name_in_entry = key.partition(".")
-                if name_in_entry == tensor_name:
-                    shape_by_entry[entry_key] = list(file.get_slice(key).get_shape())
-        return shape_by_entry
+                entry_key, _, key_tensor_name = key.partition(".")
+                if key_tensor_name == tensor_name:
+                    shape_by_entry_key[entry_key] = list(file.get_slice(key).get_shape())
+        return shape_by_entry_key
 
     def get_shard_path(self, shard_key: str) -> Path:
         """Return the path of the safetensors file of a shard."""

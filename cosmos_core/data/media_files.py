@@ -14,7 +14,7 @@ from cosmos_core.data.media_items import (
     VIDEO_SUFFIXES,
     MediaContent,
     MediaItem,
-    describe_error,
+    describe_item_error,
     has_prompt,
     make_error_item,
     make_item,
@@ -45,7 +45,7 @@ def is_media_folder(folder: Path) -> bool:
     if any(name.lower().endswith(MEDIA_SUFFIXES) for name in file_names):
         return True
     if not any(map(data_suffix, file_names)):
-        stems = {file.with_suffix("") for file in _find_media(folder)}
+        stems = {file.with_suffix("") for file in _find_media_files(folder)}
         if stems and all(file.with_suffix("") in stems for file in list_data_files(folder) if data_suffix(file.name)):
             return True
         return any(name.lower().endswith(_UNSUPPORTED_SUFFIXES) for name in file_names)
@@ -58,7 +58,7 @@ def is_media_folder(folder: Path) -> bool:
         return False
 
 
-def _find_media(folder: Path) -> list[Path]:
+def _find_media_files(folder: Path) -> list[Path]:
     """Return the images and videos in a folder and its sub-folders, except sub-folders of held-out splits."""
     files = [file for file in list_data_files(folder) if file.suffix.lower() in MEDIA_SUFFIXES]
     return [file for file in files if not {*HELD_OUT_SPLITS} & {*file.relative_to(folder).parent.parts}]
@@ -67,7 +67,7 @@ def _find_media(folder: Path) -> list[Path]:
 def read_media_folder(root_folder: Path) -> Iterator[MediaItem]:
     """Yield an item for each image or video with its caption in a folder, and in its sub-folders with such files."""
     yield from _read_paired_files(root_folder)
-    for folder in sorted({file.parent for file in _find_media(root_folder)} - {root_folder}):
+    for folder in sorted({file.parent for file in _find_media_files(root_folder)} - {root_folder}):
         subfolder = f"{folder.relative_to(root_folder)}/"
         for item in _read_paired_files(folder):
             yield replace(item, location=subfolder + item.location, problem=item.problem and subfolder + item.problem)
@@ -92,21 +92,21 @@ def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
         is_unknown_media = file.stem in stems_without_media and suffix not in _SUPPORTED_SUFFIXES and file.is_file()
         if suffix in _UNSUPPORTED_SUFFIXES or is_unknown_media:
             yield make_error_item(file.name, f"{file.suffix} is not read; convert it to png or mp4")
-    table_files = [file for file in visible_files if data_suffix(file.name) and file.suffix.lower() != ".json"]
-    table_files += list_metadata_files(folder.parent)
-    remedy = f"; if its prompt is in {table_files[0]}, give that file in place of the folder" if table_files else ""
-    json_files = [file for file in visible_files if file.suffix.lower() == ".json"]
-    for file in json_files:
+    row_files = [file for file in visible_files if data_suffix(file.name) and file.suffix.lower() != ".json"]
+    row_files += list_metadata_files(folder.parent)
+    remedy = f"; if its prompt is in {row_files[0]}, give that file in place of the folder" if row_files else ""
+    media_json_files = [file for file in visible_files if file.suffix.lower() == ".json"]
+    for file in media_json_files:
         try:
             json_value = json.loads(file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
-            yield make_error_item(file.name, f"malformed JSON, {describe_error(error)}")
+            yield make_error_item(file.name, f"malformed JSON, {describe_item_error(error)}")
             continue
         if isinstance(json_value, dict) and not has_prompt(json_value) and file.stem in media_by_stem:
             json_value |= {"prompt": caption} if (caption := _read_caption(caption_file_by_stem.get(file.stem))) else {}
         for path in media_by_stem.get(file.stem, [None]):  # one JSON file may describe several media files
             yield make_item(json_value, file.name, _make_file_content(path), embedding_by_stem.get(file.stem))
-    for stem in sorted(media_by_stem.keys() - {file.stem for file in json_files}):
+    for stem in sorted(media_by_stem.keys() - {file.stem for file in media_json_files}):
         caption, embedding_path = _read_caption(caption_file_by_stem.get(stem)), embedding_by_stem.get(stem)
         for path in media_by_stem[stem]:
             if caption is None:
@@ -122,7 +122,7 @@ def _read_caption(caption_file: Path | None) -> str | None:
     try:
         return None if caption_file is None else caption_file.read_text(encoding="utf-8-sig").strip()
     except (OSError, ValueError) as error:
-        describe_error(error)
+        describe_item_error(error)
         return ""
 
 
@@ -132,13 +132,13 @@ def read_metas_folder(folder: Path) -> Iterator[MediaItem]:
     for file in _list_files(folder, ("videos", "images"), MEDIA_SUFFIXES):
         media_by_stem.setdefault(file.stem, []).append(file)
     embedding_by_stem = {file.stem: file for file in _list_files(folder, _EMBEDDING_FOLDERS, EMBEDDING_SUFFIXES)}
-    text_files = _list_files(folder, ["metas"], [".txt"])
-    for file in text_files:
+    prompt_files = _list_files(folder, ["metas"], [".txt"])
+    for file in prompt_files:
         location = f"metas/{file.name}"
         try:
             prompt = file.read_text(encoding="utf-8-sig").strip()
         except (OSError, ValueError) as error:
-            yield make_error_item(location, describe_error(error))
+            yield make_error_item(location, describe_item_error(error))
             continue
         embedding_path = embedding_by_stem.get(file.stem)
         if not prompt and embedding_path is None:
@@ -146,14 +146,14 @@ def read_metas_folder(folder: Path) -> Iterator[MediaItem]:
             continue
         for media_file in media_by_stem.get(file.stem, [None]):  # one text may describe several media files
             yield make_item({"prompt": prompt}, location, _make_file_content(media_file), embedding_path)
-    for stem in sorted(media_by_stem.keys() - {file.stem for file in text_files}):
+    for stem in sorted(media_by_stem.keys() - {file.stem for file in prompt_files}):
         location = "/".join(media_by_stem[stem][0].parts[-2:])
         yield make_error_item(location, f"there is no metas/{stem}.txt with its prompt")
 
 
-def _list_files(folder: Path, subfolder_names: Iterable[str], suffixes: Sequence[str]) -> list[Path]:
+def _list_files(folder: Path, subfolder_names: Iterable[str], file_suffixes: Sequence[str]) -> list[Path]:
     files = (file for name in subfolder_names if (folder / name).is_dir() for file in sorted((folder / name).iterdir()))
-    return [file for file in files if file.suffix.lower() in suffixes and not file.name.startswith(".")]
+    return [file for file in files if file.suffix.lower() in file_suffixes and not file.name.startswith(".")]
 
 
 def _make_file_content(path: Path | None) -> MediaContent | None:
@@ -193,20 +193,20 @@ def iterate_tar_items(path: Path, for_clips: bool) -> Iterator[MediaItem]:
                 yield _make_item_from_members(path, members_by_suffix, for_clips)
             _check_tar_end(path, archive.offset)
     except (tarfile.TarError, OSError) as error:
-        reason = describe_error(error)
+        reason = describe_item_error(error)
         raise DataError(f"{path}: damaged tar file, {reason}; make it again, or remove it from the folder") from error
 
 
-def _check_tar_end(tar_path: Path, end_offset: int) -> None:
-    """Raise tarfile.ReadError unless the block at `end_offset`, where reading a tar file stopped, is the block of zeros
+def _check_tar_end(tar_path: Path, end_byte: int) -> None:
+    """Raise tarfile.ReadError unless the block at `end_byte`, where reading a tar file stopped, is the block of zeros
     that follows the last member: `tarfile` also stops silently at a damaged header."""
     with open(tar_path, "rb") as file:
-        file.seek(end_offset)
-        header_block = file.read(tarfile.BLOCKSIZE)
-    if len(header_block) < tarfile.BLOCKSIZE:
+        file.seek(end_byte)
+        tar_header_block = file.read(tarfile.BLOCKSIZE)
+    if len(tar_header_block) < tarfile.BLOCKSIZE:
         raise tarfile.ReadError("unexpected end of data")
-    if any(header_block):
-        raise tarfile.ReadError(f"the header at byte {end_offset} is damaged, and nothing behind it can be read")
+    if any(tar_header_block):
+        raise tarfile.ReadError(f"the header at byte {end_byte} is damaged, and nothing behind it can be read")
 
 
 def _make_item_from_members(path: Path, members_by_suffix: dict[str, tarfile.TarInfo], for_clips: bool) -> MediaItem:

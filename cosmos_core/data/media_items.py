@@ -84,7 +84,7 @@ def has_prompt(json_object: dict[str, Any]) -> bool:
     return any(isinstance(text := json_object.get(name), str) and text.strip() for name in PROMPT_KEYS)
 
 
-def describe_error(error: Exception) -> str:
+def describe_item_error(error: Exception) -> str:
     """Return the first line of an error that makes a row unusable; re-raise disk errors, since a retry can succeed."""
     if is_machine_error(error):
         raise error

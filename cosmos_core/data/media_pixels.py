@@ -56,19 +56,19 @@ class FrameSettings:
         """Return the height and width to which an image or clip of size `height` x `width` is scaled and cropped."""
         if not self.buckets:
             return self.size
-        log_aspect = math.log(height / width)
-        return min(list_bucket_sizes(self.size, self.multiple), key=lambda s: abs(math.log(s[0] / s[1]) - log_aspect))
+        log_ratio = math.log(height / width)
+        return min(list_bucket_sizes(self.size, self.multiple), key=lambda s: abs(math.log(s[0] / s[1]) - log_ratio))
 
 
 @lru_cache(maxsize=8)
 def list_bucket_sizes(size: PixelSize, size_multiple: int) -> tuple[PixelSize, ...]:
     """Return bucket sizes (height, width) of about the area of `size`, with aspect ratios from 1:2 to 2:1 and sides
     that are divisible by `size_multiple`."""
-    square_side = math.sqrt(size[0] * size[1])
+    square_side_length = math.sqrt(size[0] * size[1])
     bucket_sizes = []
     for bucket_index in range(-_NUM_BUCKET_STEPS, _NUM_BUCKET_STEPS + 1):
-        side_ratio = 2.0 ** (bucket_index / _NUM_BUCKET_STEPS / 2)
-        unrounded_sides = square_side * side_ratio, square_side / side_ratio
+        height_to_square_ratio = 2.0 ** (bucket_index / _NUM_BUCKET_STEPS / 2)
+        unrounded_sides = square_side_length * height_to_square_ratio, square_side_length / height_to_square_ratio
         height, width = (max(size_multiple, round(side / size_multiple) * size_multiple) for side in unrounded_sides)
         bucket_sizes.append((height, width))
     return tuple(dict.fromkeys(bucket_sizes))
@@ -184,25 +184,25 @@ def _count_frames(media_content: MediaContent) -> int:
             raise DataError("it cannot be decoded: it has no video stream, or is cut off before it")
         video_stream = container.streams.video[0]
         num_header_frames, header_seconds = video_stream.frames, _read_header_duration(container, video_stream)
-        frame_seconds = float(1 / video_stream.average_rate) if video_stream.average_rate else 0.0
-        num_shown_frames, end_seconds = 0, 0.0
+        seconds_per_frame = float(1 / video_stream.average_rate) if video_stream.average_rate else 0.0
+        num_shown_frames, video_end_seconds = 0, 0.0
         for packet in container.demux(video_stream):
             if not packet.size or packet.is_corrupt or packet.is_discard:  # do not count packets that players skip
                 continue
             num_shown_frames += 1
             if packet.pts is not None:
                 packet_start_seconds = float((packet.pts - (video_stream.start_time or 0)) * packet.time_base)
-                packet_seconds = float(packet.duration * packet.time_base) if packet.duration else frame_seconds
-                end_seconds = max(end_seconds, packet_start_seconds + packet_seconds)
-    min_end_seconds = header_seconds - 0.75 * frame_seconds
+                packet_seconds = float(packet.duration * packet.time_base) if packet.duration else seconds_per_frame
+                video_end_seconds = max(video_end_seconds, packet_start_seconds + packet_seconds)
+    min_readable_seconds = header_seconds - 0.75 * seconds_per_frame
     if num_header_frames:  # also compare durations, because the header counts frames that players skip
-        is_truncated = num_shown_frames < num_header_frames and end_seconds < min_end_seconds
+        is_truncated = num_shown_frames < num_header_frames and video_end_seconds < min_readable_seconds
     else:
-        min_end_seconds = min(_MIN_READABLE_FRACTION * header_seconds, min_end_seconds)
-        is_truncated = end_seconds < min_end_seconds and (end_seconds > 0 or not num_shown_frames)
+        min_readable_seconds = min(_MIN_READABLE_FRACTION * header_seconds, min_readable_seconds)
+        is_truncated = video_end_seconds < min_readable_seconds and (video_end_seconds > 0 or not num_shown_frames)
     if is_truncated:
         header_length_text = f"{num_header_frames} frames" if num_header_frames else f"{header_seconds:g} s"
-        shown_length_text = f"{num_shown_frames} frames, {end_seconds:.3g} s"
+        shown_length_text = f"{num_shown_frames} frames, {video_end_seconds:.3g} s"
         raise DataError(f"it is cut off: its head says {header_length_text}, and it ends after {shown_length_text}")
     return num_shown_frames
 
@@ -222,13 +222,13 @@ def _read_header_duration(container: Any, video_stream: Any) -> float:
 def read_frame_rate(media_content: MediaContent) -> float:
     """Return the frame rate of a video in Hz, rounded to hundredths; 0 if it is unknown."""
     with _open_container(media_content) as container:
-        average_rate = container.streams.video[0].average_rate
-        return round(float(average_rate), 2) if average_rate else 0.0
+        average_frame_rate = container.streams.video[0].average_rate
+        return round(float(average_frame_rate), 2) if average_frame_rate else 0.0
 
 
 def _open_container(media_content: MediaContent) -> Any:
     """Return a PyAV container that streams a whole file, or reads a range of a file or a row's bytes from memory."""
     import av
 
-    is_whole_file = media_content.path is not None and media_content.size is None
-    return av.open(str(media_content.path) if is_whole_file else BytesIO(media_content.read()))
+    is_content_whole_file = media_content.path is not None and media_content.size is None
+    return av.open(str(media_content.path) if is_content_whole_file else BytesIO(media_content.read()))

@@ -32,7 +32,7 @@ with the embedding of the empty prompt."""
 _MAX_CACHED_BYTES = 64 << 20
 """Maximum total size in bytes of the prepared rows that stay cached in memory after their first read."""
 _MAX_OPEN_SHARDS = 128
-_REFERENCE_KEYS = ("reference", "answer", "label")
+_REFERENCE_METADATA_KEYS = ("reference", "answer", "label")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,8 @@ class MediaPrompts(_MediaTable[Prompt]):
 
 def find_reference_response(metadata: Mapping[str, Any], reference_key: str) -> str:
     """Return the reference in the metadata of a prompt, with which reward functions compare samples: the value of
-    `reference_key` or, if it is empty, of the first of `_REFERENCE_KEYS`. Return "" if there is none."""
-    reference_column_names = (reference_key,) if reference_key else _REFERENCE_KEYS
+    `reference_key` or, if it is empty, of the first of `_REFERENCE_METADATA_KEYS`. Return "" if there is none."""
+    reference_column_names = (reference_key,) if reference_key else _REFERENCE_METADATA_KEYS
     return next((str(metadata[name]) for name in reference_column_names if metadata.get(name) is not None), "")
 
 

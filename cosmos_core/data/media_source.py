@@ -41,7 +41,7 @@ from cosmos_core.data.rows import load_rows
 from cosmos_core.errors import DataError, first_line
 
 _MEDIA_KEYS = ("image", "img", "jpg", "png", "webp", "video", "mp4", "file_name")
-_FALLBACK_MEDIA_KEYS = ("image_path", "img_path", "images", "video_path")
+_FALLBACK_MEDIA_COLUMNS = ("image_path", "img_path", "images", "video_path")
 """Names of columns that contain the image or video of a row without a column of `_MEDIA_KEYS`. In other rows these
 columns are metadata."""
 _VIDEO_COLUMNS = ("video", "mp4", "video_path")
@@ -119,20 +119,20 @@ def _read_prompt_lines(text_files: Iterable[Path], dataset_path: Path) -> Iterat
 
 def _make_media_item(location_and_row: LocatedRow, folder: Path, for_clips: bool) -> MediaItem:
     location, row = location_and_row
-    columns = [name for name in (*_MEDIA_KEYS, *_FALLBACK_MEDIA_KEYS) if row.get(name) not in (None, "", [])]
+    columns = [name for name in (*_MEDIA_KEYS, *_FALLBACK_MEDIA_COLUMNS) if row.get(name) not in (None, "", [])]
     clip_files = [n for n in columns if isinstance(row[n], str) and row[n][-9:].lower().endswith(VIDEO_SUFFIXES)]
     media_column = max(columns, key=lambda name: for_clips and name in (*_VIDEO_COLUMNS, *clip_files), default=None)
     if media_column is None:
         no_media_reason = f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
         return replace(make_item(row, location, None, None), missing_media_reason=no_media_reason)
     [media_source] = value if isinstance(value := row[media_column], list) and len(value) == 1 else [value]
-    content, media_problem = None, ""
+    content, media_error_text = None, ""
     try:
-        local_path, content_bytes = locate_image(media_source, location)
-        is_video = media_column in _VIDEO_COLUMNS or str(local_path).lower().endswith(VIDEO_SUFFIXES)
-        media_path = None if local_path is None else folder / os.path.expanduser(local_path)
+        media_file_path, content_bytes = locate_image(media_source, location)
+        is_video = media_column in _VIDEO_COLUMNS or str(media_file_path).lower().endswith(VIDEO_SUFFIXES)
+        media_path = None if media_file_path is None else folder / os.path.expanduser(media_file_path)
         content = MediaContent(is_video, media_path, content_bytes=content_bytes or b"")
     except DataError as error:
-        media_problem = str(error)
+        media_error_text = str(error)
     item = make_item({k: v for k, v in row.items() if k not in (*_MEDIA_KEYS, media_column)}, location, content, None)
-    return replace(item, problem=media_problem or item.problem)
+    return replace(item, problem=media_error_text or item.problem)

@@ -16,7 +16,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.kinds.base import TRAIN_SPLIT, VALIDATION_SPLIT
 from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.media_cache import compute_digest
-from cosmos_core.data.media_items import MediaContent, MediaItem, describe_error
+from cosmos_core.data.media_items import MediaContent, MediaItem, describe_item_error
 from cosmos_core.data.media_pixels import FrameSettings
 from cosmos_core.data.media_source import ReadItemsFn, open_media_items
 from cosmos_core.data.rows import sample_held_out_mask
@@ -91,16 +91,16 @@ def make_frame_settings(recipe: Recipe, dataset: DatasetConfig, encoders: Encode
     if model.is_video and (num_frames - 1) % frames_per_latent:
         problem = f"policy.diffusers.train_frames = {num_frames} must be 1 more than a multiple of {frames_per_latent}"
         raise ConfigError(problem)
-    has_buckets = dataset.aspect_ratio_buckets
-    return FrameSettings(config.inference_size, num_frames, model.size_multiple, has_buckets, dataset.frame_sampling)
+    uses_buckets = dataset.aspect_ratio_buckets
+    return FrameSettings(config.inference_size, num_frames, model.size_multiple, uses_buckets, dataset.frame_sampling)
 
 
 def read_splits(stage: Stage, encoders: Encoders) -> dict[str, MediaSplit]:
     """Return the training split, and the held-out split if there is one; nothing is encoded."""
     splits, max_rows = _read_full_splits(stage, encoders), stage.recipe.validation.max_rows
     if VALIDATION_SPLIT in splits and max_rows is not None:
-        held_out_rows, remaining_row_slots = splits[VALIDATION_SPLIT].rows, iter(range(max_rows))
-        kept_rows = [row if row and next(remaining_row_slots, None) is not None else None for row in held_out_rows]
+        held_out_rows, held_out_row_slots = splits[VALIDATION_SPLIT].rows, iter(range(max_rows))
+        kept_rows = [row if row and next(held_out_row_slots, None) is not None else None for row in held_out_rows]
         splits[VALIDATION_SPLIT] = splits[VALIDATION_SPLIT]._replace(rows=kept_rows)
     return splits
 
@@ -108,8 +108,8 @@ def read_splits(stage: Stage, encoders: Encoders) -> dict[str, MediaSplit]:
 def _read_full_splits(stage: Stage, encoders: Encoders) -> dict[str, MediaSplit]:
     algorithm, validation = stage.recipe.train.train_policy, stage.recipe.validation
     config_key = f"stage {stage.name!r}: data" if stage.data else "train.train_policy.dataset"
-    stage_data_fields = {"name": str(stage.data), "local_dir": "", "subset": ""} if stage.data else {}
-    dataset_config = algorithm.dataset.copy_with(**stage_data_fields)
+    dataset_fields = {"name": str(stage.data), "local_dir": "", "subset": ""} if stage.data else {}
+    dataset_config = algorithm.dataset.copy_with(**dataset_fields)
     train_split = _read_split(stage, encoders, dataset_config, config_key, needs_media=True)
     held_out_config: DatasetConfig | None = None
     if validation.dataset.name or validation.dataset.local_dir:
@@ -157,13 +157,13 @@ def _read_split(
             )
     if not rows:
         raise DataError(f"{config_key}: {config.local_dir or config.name} holds no rows; at least one is needed")
-    no_media_reasons = [f"{row.location}: {_NO_MEDIA_REASON}" for row in rows if row and not row.media_key]
+    rows_without_media = [f"{row.location}: {_NO_MEDIA_REASON}" for row in rows if row and not row.media_key]
     # If few rows have no media, leave these rows out, because the validation loss needs media in all rows. If many have
     # none and validation completes prompts, keep them as prompts. RL keeps all rows.
-    are_few_without_media = len(no_media_reasons) <= config.max_skipped_fraction * len(rows)
-    keeps_lone_prompts = has_rollouts or (stage.recipe.has_validation_completions and not are_few_without_media)
+    may_skip_rows_without_media = len(rows_without_media) <= config.max_skipped_fraction * len(rows)
+    keeps_lone_prompts = has_rollouts or (stage.recipe.has_validation_completions and not may_skip_rows_without_media)
     if not keeps_lone_prompts and any(row and row.media_key for row in rows):
-        skip_reasons += no_media_reasons
+        skip_reasons += rows_without_media
         rows = [row if row and row.media_key else None for row in rows]
     return MediaSplit(read_items, rows, skip_reasons, len(rows), config)
 
@@ -189,7 +189,7 @@ def _make_media_item_row(
         if frame_settings and item.content is not None:
             media_key = compute_digest("media", item.content.digest(), item.content.is_video, repr(frame_settings))
     except OSError as error:
-        describe_error(error)
+        describe_item_error(error)
         return f"{error.strerror}: {str(error.filename)[:_MAX_PATH_CHARACTERS]}"
     # Write null for bytes, such as those of a second image, and other values that JSON lacks as text.
     metadata = json.dumps(item.metadata, ensure_ascii=False, default=lambda v: None if isinstance(v, bytes) else str(v))
@@ -204,14 +204,14 @@ def _replace_lone_surrogates(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def map_in_threads(stage: Stage, item_function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Call `item_function` with each of `items` in a pool of threads, as many as `stage` configures. Yield the results
+def map_in_threads(stage: Stage, process_item: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Call `process_item` with each of `items` in a pool of threads, as many as `stage` configures. Yield the results
     in the order of the items; only a few items per thread are read in advance."""
     item_iterator = iter(items)
     num_threads = stage.recipe.train.train_policy.dataloader_num_workers or _NUM_DECODER_THREADS
     with ThreadPoolExecutor(num_threads) as pool:
         prefetched_items = islice(item_iterator, 2 * num_threads)
-        pending_futures: deque[Future[R]] = deque(pool.submit(item_function, item) for item in prefetched_items)
-        while pending_futures:
-            yield pending_futures.popleft().result()
-            pending_futures.extend(pool.submit(item_function, item) for item in islice(item_iterator, 1))
+        pending_results: deque[Future[R]] = deque(pool.submit(process_item, item) for item in prefetched_items)
+        while pending_results:
+            yield pending_results.popleft().result()
+            pending_results.extend(pool.submit(process_item, item) for item in islice(item_iterator, 1))

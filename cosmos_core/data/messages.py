@@ -96,8 +96,8 @@ def read_plain_texts(row: Row, location: str, *column_aliases: tuple[str, ...]) 
     if any(is_filled(row, name) for name in _CONVERSATION_COLUMNS) or read_system_prompt(row):
         return None
     present_columns = [find_column(row, aliases) for aliases in column_aliases]
-    column_values: list[Any] = [_read_column(row, name, location) if name else None for name in present_columns]
-    return column_values if all(isinstance(value, str) for value in column_values) else None
+    text_values: list[Any] = [_read_column(row, name, location) if name else None for name in present_columns]
+    return text_values if all(isinstance(value, str) for value in text_values) else None
 
 
 def read_conversation(
@@ -129,11 +129,11 @@ def read_conversation(
         prompt_turns = read_column_turns(row, pair_columns[0], "user", location, with_images)
         response_turns = read_column_turns(row, pair_columns[1], "assistant", location, with_images)
         num_turns = len(prompt_turns)  # find the overlap: the response may begin with the prompt or its last turns
-        overlap_starts = (i for i in range(num_turns) if prompt_turns[i:] == response_turns[: num_turns - i])
-        overlap_start = next(overlap_starts, num_turns)
+        repeated_turn_indices = (i for i in range(num_turns) if prompt_turns[i:] == response_turns[: num_turns - i])
+        first_repeated_turn = next(repeated_turn_indices, num_turns)
         if not isinstance(decode_conversation(row[pair_columns[0]]), str):  # do not learn assistant turns of the prompt
             prompt_turns = mask_assistant_turns(prompt_turns)
-        turns = prompt_turns + response_turns[num_turns - overlap_start :]
+        turns = prompt_turns + response_turns[num_turns - first_repeated_turn :]
         return add_system_turn(turns, read_system_prompt(row) or system_prompt)
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
     if not _has_response_column(row):  # suggest also the setting for one column, which may hold prompt and response
@@ -229,8 +229,8 @@ def read_column_turns(row: Row, column: str, role: str, location: str, with_imag
     cell = _read_column(row, column, location)
     if not isinstance(cell, str):
         return read_turns(cell, column, location, with_images)
-    history_value = row.get("history") if _is_column_named(row, column, "instruction", "query") else None
-    turns = [*decode_history(history_value, location), {"role": role, "content": cell}]
+    history_cell = row.get("history") if _is_column_named(row, column, "instruction", "query") else None
+    turns = [*decode_history(history_cell, location), {"role": role, "content": cell}]
     return [{**turn, "content": read_content(turn["content"], location, with_images)} for turn in turns]
 
 
@@ -266,8 +266,8 @@ def read_turns(cell: Any, column: str, location: str, with_images: bool = False)
     turns: list[Message] = []
     for turn_number, turn in enumerate(cell, 1):
         message = _read_turn(turn, f"{location}, turn {turn_number} of {column!r}", with_images)
-        is_complete_turn = turn.get("tool_calls") or turn.get("function_call") or message["content"]
-        calls = [] if is_complete_turn else message.get("tool_calls", [])
+        is_not_continued = turn.get("tool_calls") or turn.get("function_call") or message["content"]
+        calls = [] if is_not_continued else message.get("tool_calls", [])
         if calls and turns and turns[-1]["role"] == "assistant" and turns[-1].get("weight") == message.get("weight"):
             message = {**turns[-1], "tool_calls": [*turns.pop().get("tool_calls", []), *calls]}
         turns.append(message)
@@ -281,14 +281,14 @@ def _read_turn(turn: Any, turn_location: str, with_images: bool) -> Message:
     turn = {key: value for key, value in turn.items() if value is not None}
     role = _read_role(turn)
     if role not in _STANDARD_ROLES:
-        role_text = repr(turn.get("role", turn.get("from")))
-        raise DataError(f"{turn_location}: unknown role {role_text[:40]}; known: {', '.join(_STANDARD_ROLES)}")
+        unknown_role = repr(turn.get("role", turn.get("from")))
+        raise DataError(f"{turn_location}: unknown role {unknown_role[:40]}; known: {', '.join(_STANDARD_ROLES)}")
     weight_field = pop_turn_weight(turn, _STANDARD_ROLES[role], turn_location)
     if "role" not in turn:
         turn = {key: value for key, value in turn.items() if key in _SHAREGPT_KEYS}
-    default_content = None if {"tool_calls", "function_call"}.isdisjoint(turn) else ""
+    content_without_key = None if {"tool_calls", "function_call"}.isdisjoint(turn) else ""
     tool_calls_field = pop_tool_calls(turn, turn_location)
-    content = read_content(turn.get("content", turn.pop("value", default_content)), turn_location, with_images)
+    content = read_content(turn.get("content", turn.pop("value", content_without_key)), turn_location, with_images)
     if role in {"function_call", "tool_call"} and (parsed_calls := parse_sharegpt_calls(content)):
         content, tool_calls_field = parsed_calls[0], {"tool_calls": parsed_calls[1]}
     return {**turn, "role": _STANDARD_ROLES[role], "content": content, **tool_calls_field, **weight_field}
@@ -353,24 +353,24 @@ def propose_merged_turns(turns: list[Message]) -> Iterator[list[Message]]:
     yield merge_turns([{**turn, "role": "user"} if turn["role"] in {"system", "developer"} else turn for turn in turns])
 
 
-def merge_turns(turns: list[Message]) -> list[Message]:
+def merge_turns(unmerged_turns: list[Message]) -> list[Message]:
     """Merge consecutive turns of one role into one turn, except tool results and turns with extra keys."""
     merged_turns: list[Message] = []
-    for turn in turns:
+    for turn in unmerged_turns:
         previous_turn = merged_turns[-1] if merged_turns else {}
-        has_plain_keys = previous_turn.keys() == turn.keys() <= {"role", "content", "weight"}
-        if has_plain_keys and previous_turn["role"] == turn["role"] != "tool":
+        can_merge_by_keys = previous_turn.keys() == turn.keys() <= {"role", "content", "weight"}
+        if can_merge_by_keys and previous_turn["role"] == turn["role"] != "tool":
             merged_turns[-1] = {**turn, "content": _join_contents(previous_turn["content"], turn["content"])}
         else:
             merged_turns.append(turn)
     return merged_turns
 
 
-def _join_contents(content: Any, next_content: Any) -> Any:
-    if isinstance(content, str) and isinstance(next_content, str):
-        return f"{content}\n\n{next_content}"
-    parts, next_parts = ([{"type": "text", "text": e}] if isinstance(e, str) else e for e in (content, next_content))
-    return [*parts, {"type": "text", "text": "\n\n"}, *next_parts]
+def _join_contents(content: Any, added_content: Any) -> Any:
+    if isinstance(content, str) and isinstance(added_content, str):
+        return f"{content}\n\n{added_content}"
+    parts, added_parts = ([{"type": "text", "text": e}] if isinstance(e, str) else e for e in (content, added_content))
+    return [*parts, {"type": "text", "text": "\n\n"}, *added_parts]
 
 
 def read_system_prompt(row: Row) -> str:

@@ -46,28 +46,28 @@ class Mixture:
         A data set that gets fewer rows than it has continues in the next epoch with its other rows; one that gets more
         begins another pass over its rows, in a new order.
         """
-        rows_by_pass, relative_positions, row_offset = [], [], 0
+        rows_by_pass, fractional_positions, row_offset = [], [], 0
         epoch_rows_by_source = divide_in_proportion(sum(self.sizes), self.weights)
         for source_index, (size, rows_per_epoch) in enumerate(zip(self.sizes, epoch_rows_by_source, strict=True)):
             epoch_positions = np.arange(rows_per_epoch, dtype=np.int64)
-            pass_numbers, positions_in_pass = np.divmod(epoch_positions + epoch * rows_per_epoch, size)
-            for pass_number in np.unique(pass_numbers).tolist():
+            pass_number_by_position, positions_in_pass = np.divmod(epoch_positions + epoch * rows_per_epoch, size)
+            for pass_number in np.unique(pass_number_by_position).tolist():
                 pass_order = shuffled_indices(size, seed, pass_number, source_index) if shuffle else np.arange(size)
-                rows_by_pass.append(row_offset + pass_order[positions_in_pass[pass_numbers == pass_number]])
-            relative_positions.append((epoch_positions + 0.5) / max(1, rows_per_epoch))
+                rows_by_pass.append(row_offset + pass_order[positions_in_pass[pass_number_by_position == pass_number]])
+            fractional_positions.append((epoch_positions + 0.5) / max(1, rows_per_epoch))
             row_offset += size
-        return np.concatenate(rows_by_pass)[np.argsort(np.concatenate(relative_positions), kind="stable")]
+        return np.concatenate(rows_by_pass)[np.argsort(np.concatenate(fractional_positions), kind="stable")]
 
 
 def divide_in_proportion(total_size: int, weights: Sequence[float]) -> list[int]:
     """Return integers whose sum is `total_size`, in proportion to `weights`: exact shares are rounded down, and those
     with the largest remainders are rounded up."""
-    exact_sizes = [total_size * weight / sum(weights) for weight in weights]
-    rounded_sizes = [int(exact_size) for exact_size in exact_sizes]
-    indices_by_remainder = sorted(range(len(exact_sizes)), key=lambda i: (rounded_sizes[i] - exact_sizes[i], i))
-    for i in indices_by_remainder[: total_size - sum(rounded_sizes)]:
-        rounded_sizes[i] += 1
-    return rounded_sizes
+    exact_shares = [total_size * weight / sum(weights) for weight in weights]
+    rounded_shares = [int(exact_size) for exact_size in exact_shares]
+    indices_by_rounding_error = sorted(range(len(exact_shares)), key=lambda i: (rounded_shares[i] - exact_shares[i], i))
+    for i in indices_by_rounding_error[: total_size - sum(rounded_shares)]:
+        rounded_shares[i] += 1
+    return rounded_shares
 
 
 def mixture_or_num_rows(rows: Any) -> int | Mixture:
@@ -106,13 +106,13 @@ def unused_rows_notice(train_config: TrainConfig, batch_size: int, num_rows: int
     if not num_unused_rows or (train_config.max_num_steps or math.inf) * batch_size <= num_rows - num_unused_rows:
         return ""
     is_reshuffled_each_epoch = algorithm.dataloader_shuffle and train_config.epoch > 1
-    left_out_rows_note = "others in each epoch" if is_reshuffled_each_epoch else "the same ones"
+    which_rows_text = "others in each epoch" if is_reshuffled_each_epoch else "the same ones"
     remedy = "lower train.train_batch_per_replica"
     if not algorithm.has_rollouts:
         remedy = "train.train_policy.dataloader_drop_last = false learns them in a smaller batch"
     return (
         f"{num_unused_rows:,} of {num_rows:,} rows fill no batch of {batch_size} and are left out of an epoch "
-        f"({left_out_rows_note}); {remedy}"
+        f"({which_rows_text}); {remedy}"
     )
 
 
@@ -123,9 +123,9 @@ def batch_row_numbers(
     `drop_last`, the last batch of an epoch has the remaining rows. Raise DataError if the rows do not fill one
     batch."""
     num_rows = sum(rows.sizes) if isinstance(rows, Mixture) else rows
-    epoch, batch_index = divmod(step, batches_per_epoch(batch_size, num_rows, drop_last))
+    epoch, batch_index_in_epoch = divmod(step, batches_per_epoch(batch_size, num_rows, drop_last))
     epoch_rows = epoch_order(seed, epoch, rows, shuffle)
-    return epoch_rows[batch_index * batch_size : (batch_index + 1) * batch_size]
+    return epoch_rows[batch_index_in_epoch * batch_size : (batch_index_in_epoch + 1) * batch_size]
 
 
 def rows_at_positions(seed: int, positions: Sequence[int], rows: int | Mixture, shuffle: bool) -> list[int]:

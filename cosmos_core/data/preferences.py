@@ -26,7 +26,7 @@ from cosmos_core.errors import DataError, MissingColumn
 _PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem")
 _CONVERSATION_COLUMNS = ("messages", "conversations")
 _SWIFT_REJECTED_COLUMNS = ("rejected_messages", "rejected_response")
-_LABEL_BY_TEXT = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+_LABEL_BY_CELL_TEXT = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 class Preference(NamedTuple):
@@ -50,26 +50,26 @@ def read_preference(
     `system_prompt` and `with_images` see `read_conversation`.
     Raise DataError if `chosen`, `rejected` or the prompt is missing or has the wrong form, and SkippedRow if the
     completions are equal or empty, or the prompt is empty."""
-    chosen_value, rejected_value = _read_completions(row, location, with_images)
-    if chosen_value == rejected_value:
+    chosen_turns, rejected_turns = _read_completions(row, location, with_images)
+    if chosen_turns == rejected_turns:
         raise SkippedRow(location, "with equal chosen and rejected")
-    chosen_roles = [turn["role"] for turn in chosen_value if isinstance(turn, dict)]
+    chosen_roles = [turn["role"] for turn in chosen_turns if isinstance(turn, dict)]
     is_swift_conversation = bool(chosen_roles) and not has_column_value(row, "chosen")
     has_prompt_turns = "user" in chosen_roles or (is_swift_conversation and chosen_roles[0] != "assistant")
     # If the completions contain the prompt, ignore columns of turns, which would repeat the prompt and a completion.
     # Read `input` as a prompt only if the row has no `instruction`, which `input` would continue.
-    fallback_columns = () if has_prompt_turns else (*_CONVERSATION_COLUMNS, "input")
-    prompt_column = find_column(row, (column, *_PROMPT_COLUMNS, *fallback_columns)) or None
-    if prompt_column is None and isinstance(chosen_value, str) and isinstance(rejected_value, str):
+    conversation_columns = () if has_prompt_turns else (*_CONVERSATION_COLUMNS, "input")
+    prompt_column = find_column(row, (column, *_PROMPT_COLUMNS, *conversation_columns)) or None
+    if prompt_column is None and isinstance(chosen_turns, str) and isinstance(rejected_turns, str):
         if any(name in row for name in (column, *_PROMPT_COLUMNS)):
             raise SkippedRow(location, "without a prompt")
-        return _split_plain_preference(chosen_value, rejected_value, location)
+        return _split_plain_preference(chosen_turns, rejected_turns, location)
     prompt = [] if prompt_column is None else read_column_turns(row, prompt_column, "user", location, with_images)
-    if len(prompt) == 1 and (texts := remove_repeated_prompt(prompt[0]["content"], chosen_value, rejected_value)):
-        chosen_value, rejected_value = (text.lstrip() for text in texts)
+    if len(prompt) == 1 and (texts := remove_repeated_prompt(prompt[0]["content"], chosen_turns, rejected_turns)):
+        chosen_turns, rejected_turns = (text.lstrip() for text in texts)
     chosen, rejected = (
         [{"role": "assistant", "content": each}] if isinstance(each, str) else each
-        for each in (chosen_value, rejected_value)
+        for each in (chosen_turns, rejected_turns)
     )
     if "assistant" not in {chosen[0]["role"], rejected[0]["role"]}:
         shared_turns = chosen[: common_prefix_length(chosen, rejected)]
@@ -87,8 +87,8 @@ def read_preference(
         raise SkippedRow(location, "without a prompt")
     if prompt[-1]["role"] == "assistant":
         raise DataError(f"{location}: the prompt ends with an assistant turn; end it with the turn to respond to")
-    final_turns = (chosen[-1], rejected[-1])
-    if not all(any(map(str.strip, get_turn_texts(turn))) or "tool_calls" in turn for turn in final_turns):
+    final_response_turns = (chosen[-1], rejected[-1])
+    if not all(any(map(str.strip, get_turn_texts(turn))) or "tool_calls" in turn for turn in final_response_turns):
         raise SkippedRow(location, "with an empty answer")
     prompt = add_system_turn(prompt, read_system_prompt(row) or system_prompt)
     return Preference(prompt, merge_turns(chosen), merge_turns(rejected))
@@ -97,15 +97,15 @@ def read_preference(
 def remove_repeated_prompt(prompt: Any, *completions: Any) -> list[str]:
     """Return completions without the prompt at their beginning. Return an empty list if one of them does not begin with
     the prompt, or if the prompt is a single line."""
-    is_multi_line = isinstance(prompt, str) and "\n" in prompt.strip()
-    repeats_prompt = is_multi_line and all(isinstance(text, str) and text.startswith(prompt) for text in completions)
+    has_prompt_lines = isinstance(prompt, str) and "\n" in prompt.strip()
+    repeats_prompt = has_prompt_lines and all(isinstance(text, str) and text.startswith(prompt) for text in completions)
     return [text[len(prompt) :] for text in completions] if repeats_prompt else []
 
 
 def read_label(row: Row, location: str) -> bool:
     """Return whether the completion of a row is desirable; raise DataError if the row has no valid label."""
     cell = row.get(find_column(row, ("label", "kto_tag")) or "label")
-    if (label := _LABEL_BY_TEXT.get(str(cell).lower())) is None:
+    if (label := _LABEL_BY_CELL_TEXT.get(str(cell).lower())) is None:
         problem = f"label {cell!r} among the columns {describe_columns(row)} must be true or false, or 1 or 0"
         remedy = "set train.train_policy.label_column_name to the column that says whether the response is desirable"
         raise DataError(f"{location}: {problem}; {remedy}")
@@ -139,16 +139,16 @@ def _select_longer_prompt(
         [(turn["role"], IMAGE_MARK_REGEX.sub(" ", " ".join(get_turn_texts(turn))).split()) for turn in turns]
         for turns in (prompt, shared_turns)
     )
-    has_no_prompt, num_prompt_turns = not any(words for _, words in prompt_words), len(prompt_words)
-    if has_no_prompt or any(shared_words[i : i + num_prompt_turns] == prompt_words for i in range(len(shared_words))):
+    is_prompt_empty, num_prompt_turns = not any(words for _, words in prompt_words), len(prompt_words)
+    if is_prompt_empty or any(shared_words[i : i + num_prompt_turns] == prompt_words for i in range(len(shared_words))):
         return shared_turns
     if prompt_words[-len(shared_words) :] == shared_words:
         return prompt
     system_roles = {"system", "developer"}
     if all(turn["role"] in system_roles for turn in shared_turns) and prompt[0]["role"] not in system_roles:
         return [*shared_turns, *prompt]
-    text, shared_text = (" ".join(get_turn_texts(turns[-1]))[:40] for turns in (prompt, shared_turns))
-    problem = f"column {column!r} says {text!r} and `chosen` begins with {shared_text!r}"
+    text, text_of_shared_turn = (" ".join(get_turn_texts(turns[-1]))[:40] for turns in (prompt, shared_turns))
+    problem = f"column {column!r} says {text!r} and `chosen` begins with {text_of_shared_turn!r}"
     raise DataError(f"{location}: {problem}; give one prompt")
 
 

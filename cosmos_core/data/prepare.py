@@ -72,12 +72,12 @@ def tokenise(stage: Stage) -> Outcome:
         for split, sources in splits.items()
     }
     for split, split_specs in row_specs.items():
-        image_roots = {row_spec.image_root for row_spec in split_specs if row_spec.image_root is not None}
-        if len(image_roots) > 1:
-            stored_root = Path(os.path.commonpath(image_roots))
+        image_root_folders = {row_spec.image_root for row_spec in split_specs if row_spec.image_root is not None}
+        if len(image_root_folders) > 1:
+            stored_root = Path(os.path.commonpath(image_root_folders))
             row_specs[split] = [replace(each, stored_root=stored_root) for each in split_specs]
     first_row_texts = (text for source in splits[TRAIN_SPLIT] for text in _read_first_texts(stage, source))
-    lost_text_notice, is_much_text_lost = find_lost_text(tokenizer, first_row_texts)
+    lost_text_notice, loses_much_text = find_lost_text(tokenizer, first_row_texts)
     row_specs, tool_notices = _add_prompt_rendering(stage, row_specs, tokenizer)
     statistics: dict[str, dict[str, Any]] = {}
     ignored_image_settings = image_settings(stage.recipe).ignored_keys
@@ -94,10 +94,10 @@ def tokenise(stage: Stage) -> Outcome:
             cleaning_result = clean_training_rows(stage, train_source.rows, held_out_sets, data_folder, dataset_loader)
             cleaned_rows, cleaning_metrics, cleaning_notices = cleaning_result
             splits[TRAIN_SPLIT], notices = [replace(train_source, rows=cleaned_rows)], [*notices, *cleaning_notices]
-        total_rows = sum(len(source.rows) for sources in splits.values() for source in sources)
+        num_total_rows = sum(len(source.rows) for sources in splits.values() for source in sources)
         for split, sources in splits.items():
             split_counts, counts_by_source = _write_split(
-                stage, get_split_path(data_folder, split), row_specs[split], sources, num_rows_done, total_rows
+                stage, get_split_path(data_folder, split), row_specs[split], sources, num_rows_done, num_total_rows
             )
             num_rows_done += sum(len(source.rows) for source in sources)
             if not split_counts.num_rows:
@@ -114,9 +114,9 @@ def tokenise(stage: Stage) -> Outcome:
         write_json(data_folder / STATISTICS_FILE, statistics)
     metric_names = ("rows", "tokens", "skipped_rows")
     metrics = {f"data/{split}_{name}": float(statistics[split][name]) for split in statistics for name in metric_names}
-    outcome_info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
-    outcome_info |= {"loses_text": lost_text_notice} if is_much_text_lost else {}
-    return Outcome(outputs=("data",), metrics=metrics | cleaning_metrics, info=outcome_info)
+    info_of_outcome: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
+    info_of_outcome |= {"loses_text": lost_text_notice} if loses_much_text else {}
+    return Outcome(outputs=("data",), metrics=metrics | cleaning_metrics, info=info_of_outcome)
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ def _read_first_texts(stage: Stage, source: _RowSource) -> Iterator[str]:
     apply_packer = _make_dataset_loader(stage, source.recipe).make_packer()
     for location, row in islice(source.rows, _NUM_CHECKED_ROWS):
         with suppress(DataError):
-            packed_row = apply_packer(row, location) if apply_packer else row
-            yield from iterate_texts(load_tokenised_kind(algorithm.rows).read(packed_row, location, algorithm))
+            row_of_packer = apply_packer(row, location) if apply_packer else row
+            yield from iterate_texts(load_tokenised_kind(algorithm.rows).read(row_of_packer, location, algorithm))
 
 
 def _add_prompt_rendering(
@@ -163,7 +163,7 @@ def _write_split(
     sets. Raise DataError if too many rows cannot be read, or no row of a data set is left. For progress reports,
     `total_rows` is the number of rows of all splits, `num_rows_done` of which were processed before."""
     split_counts, counts_by_source = SplitCounts(row_specs[0]), [SplitCounts(row_spec) for row_spec in row_specs]
-    row_chunks = _tokenise_all(stage, row_specs, sources)
+    row_chunks = _tokenise_sources(stage, row_specs, sources)
     with pa.ipc.new_file(split_path, row_specs[0].schema) as split_file, closing(row_chunks):
         for i, chunk in row_chunks:
             if chunk.batch.num_rows:
@@ -176,8 +176,8 @@ def _write_split(
             num_rows_done += chunk.batch.num_rows + len(chunk.skipped_rows)
             stage.progress.step(num_rows_done, total_rows)
             if stage.stop_requested:
-                progress_text = f"{num_rows_done} of {total_rows} rows"
-                raise Preempted(f"stopped after {progress_text} were tokenised; preparing starts anew")
+                num_rows_done_text = f"{num_rows_done} of {total_rows} rows"
+                raise Preempted(f"stopped after {num_rows_done_text} were tokenised; preparing starts anew")
     # Remove the file of the split HELD_OUT_SEQUENCES_SPLIT if it is empty, because no held-out prompt has a response.
     if split_path.stem == HELD_OUT_SEQUENCES_SPLIT and not split_counts.num_rows:
         split_path.unlink()
@@ -189,7 +189,7 @@ def _write_split(
     return split_counts, counts_by_source
 
 
-def _tokenise_all(
+def _tokenise_sources(
     stage: Stage, row_specs: list[RecordSpec], sources: list[_RowSource]
 ) -> Generator[tuple[int, RowChunk]]:
     for source_index, (row_spec, source) in enumerate(zip(row_specs, sources, strict=True)):
@@ -200,7 +200,7 @@ def _tokenise_all(
 def _make_mixture_statistics(sources: list[_RowSource], counts_by_source: list[SplitCounts]) -> list[dict[str, Any]]:
     """Return the statistics of each data set of a mixture. Raise DataError if the weight of a data set is so low that
     no row of an epoch is from this data set."""
-    source_entries = [
+    source_statistics = [
         {
             "source": source.label,
             "weight": source.weight or source_counts.num_rows,
@@ -208,13 +208,13 @@ def _make_mixture_statistics(sources: list[_RowSource], counts_by_source: list[S
         }
         for source, source_counts in zip(sources, counts_by_source, strict=True)
     ]
-    total_rows = sum(entry["rows"] for entry in source_entries)
-    row_counts = divide_in_proportion(total_rows, [entry["weight"] for entry in source_entries])
-    for entry, count in zip(source_entries, row_counts, strict=True):
+    num_rows_of_sources = sum(entry["rows"] for entry in source_statistics)
+    row_counts = divide_in_proportion(num_rows_of_sources, [entry["weight"] for entry in source_statistics])
+    for entry, count in zip(source_statistics, row_counts, strict=True):
         if not count and entry["rows"]:
-            problem = f"is {entry['weight']:g}, which gives it none of the {total_rows:,} rows of an epoch"
+            problem = f"is {entry['weight']:g}, which gives it none of the {num_rows_of_sources:,} rows of an epoch"
             raise DataError(f"train.train_policy.datasets: the weight of {entry['source']} {problem}; raise it")
-    return source_entries
+    return source_statistics
 
 
 def _load_splits(stage: Stage) -> dict[str, list[_RowSource]]:
@@ -242,14 +242,14 @@ def _load_train_and_held_out(stage: Stage) -> tuple[list[_RowSource], list[_RowS
     recipe, validation = stage.recipe, stage.recipe.validation
     train_sources: list[_RowSource] = []
     for config_key, algorithm in get_policies_by_dataset(stage).items():
-        source_recipe, mixture_fields = recipe, dict[str, Any]()
+        source_recipe, row_source_fields = recipe, dict[str, Any]()
         dataset: RowsConfig = algorithm.dataset
         if isinstance(dataset, SourceConfig):
             source_recipe = recipe.copy_with(train=recipe.train.copy_with(train_policy=algorithm))
-            mixture_fields = {"label": dataset.label, "weight": dataset.weight}
+            row_source_fields = {"label": dataset.label, "weight": dataset.weight}
         dataset_loader = None if stage.data is not None else _make_dataset_loader(stage, source_recipe)
         rows = load_rows(dataset, config_key, dataset_loader)
-        train_sources.append(_RowSource(rows, source_recipe, dataset, **mixture_fields))
+        train_sources.append(_RowSource(rows, source_recipe, dataset, **row_source_fields))
     if validation.dataset.name:
         rows = load_rows(validation.dataset, "validation.dataset", _make_dataset_loader(stage, recipe))
         return train_sources, [_RowSource(rows, recipe, validation.dataset)]

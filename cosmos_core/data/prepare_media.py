@@ -75,17 +75,17 @@ def _preview_split(stage: Stage, encoders: Encoders, split_name: str, split: Med
     details = ""
     if encodes_media(stage, split_name, split):
         frame_settings = make_frame_settings(stage.recipe, split.dataset_config, encoders)
-        sample_stride = -(-num_usable_rows // _MAX_DECODED_MEDIA) or 1
-        sampled_media = islice(((row, item.content) for row, item in split.read_rows()), 0, None, sample_stride)
+        row_stride = -(-num_usable_rows // _MAX_DECODED_MEDIA) or 1
+        decoded_rows = islice(((row, item.content) for row, item in split.read_rows()), 0, None, row_stride)
         num_upscaled = 0
         for row, frame_rate, decode_error, is_image_enlarged in map_in_threads(
-            stage, lambda row_and_content: _try_to_decode(*row_and_content, frame_settings), sampled_media
+            stage, lambda row_and_content: _try_to_decode(*row_and_content, frame_settings), decoded_rows
         ):
             stage.progress.beat()
             clip_fps |= {frame_rate} if frame_rate else set()
             num_upscaled += is_image_enlarged
             skip_reasons += [f"{row.location}: {decode_error}"] if decode_error else []
-        details = f" (of which {-(-num_usable_rows // sample_stride):,} were decoded)" if sample_stride > 1 else ""
+        details = f" (of which {-(-num_usable_rows // row_stride):,} were decoded)" if row_stride > 1 else ""
         details += f", {num_upscaled:,} images smaller than inference_size, which are enlarged" * bool(num_upscaled)
     num_usable_rows -= len(skip_reasons) - len(split.skip_reasons)
     _check_skip_reasons(split_name, skip_reasons, split, num_usable_rows)
@@ -132,8 +132,8 @@ def open_encoders(stage: Stage) -> Encoders:
         model_folder, list_model_files(model_folder, policy.modality.encoder_files)
     )
     encoder_settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, model.size_multiple)
-    code_digests = [compute_code_digest(policy.model_class)] if policy.model_class else []
-    encoders_digest = compute_digest(weights_digest, type(model).__name__, encoder_settings, *code_digests)
+    model_code_digests = [compute_code_digest(policy.model_class)] if policy.model_class else []
+    encoders_digest = compute_digest(weights_digest, type(model).__name__, encoder_settings, *model_code_digests)
     return Encoders(model, encoders_digest)
 
 
@@ -158,9 +158,9 @@ def prepare(stage: Stage, encoders: Encoders | None = None) -> Outcome:
                 logger.warning("%s", notices[-1])
             if skip_reasons:
                 num_unlisted_reasons = len(skip_reasons) - _MAX_LISTED_ROWS
-                reasons_text = "; ".join(skip_reasons[:_MAX_LISTED_ROWS])
-                reasons_text += f" and {num_unlisted_reasons} more" if num_unlisted_reasons > 0 else ""
-                notices.append(f"{name}: {len(skip_reasons)} of {split.num_items} rows skipped: {reasons_text}")
+                skip_reasons_text = "; ".join(skip_reasons[:_MAX_LISTED_ROWS])
+                skip_reasons_text += f" and {num_unlisted_reasons} more" if num_unlisted_reasons > 0 else ""
+                notices.append(f"{name}: {len(skip_reasons)} of {split.num_items} rows skipped: {skip_reasons_text}")
                 logger.warning("%s", notices[-1])
         write_json(data_folder / STATISTICS_FILE, metrics)
     logger.info("%d texts and %d images or clips were encoded, the others were known", *split_encoder.encoded_counts)
@@ -210,16 +210,16 @@ class _SplitEncoder:
         model_folder = self._encoders.model.folder
         tokenizer_name, num_added_tokens = self._encoders.model.prompt_tokenizer
         max_length = self._stage.recipe.policy.diffusers.max_prompt_length
-        limit_description = f"policy.diffusers.max_prompt_length = {max_length}"
+        prompt_limit_text = f"policy.diffusers.max_prompt_length = {max_length}"
         if tokenizer_name in model_folder.components:
             tokenizer = model_folder.load(tokenizer_name)
         else:  # Stable Diffusion 3 without T5 has only CLIP encoders, whose maximum length is fixed
             tokenizer = model_folder.load("tokenizer")
             max_length = tokenizer.model_max_length
-            limit_description = f"the {max_length} of the pipeline's text encoders"
+            prompt_limit_text = f"the {max_length} of the pipeline's text encoders"
         max_tokens = max_length - num_added_tokens
         rows_to_encode = (row for row in split.kept_rows if row.text_key == compute_digest("text", row.prompt))
-        return sum(len(tokenizer.encode(row.prompt)) > max_tokens for row in rows_to_encode), limit_description
+        return sum(len(tokenizer.encode(row.prompt)) > max_tokens for row in rows_to_encode), prompt_limit_text
 
     def encode_null_text(self, data_folder: Path) -> dict[str, str]:
         """Encode the empty prompt to a shard in `data_folder`; return the names of the shard and of the entry with the
@@ -256,8 +256,8 @@ class _SplitEncoder:
         shard_key = self._cache.compute_shard_key(list(shard), is_media=is_media)
         # Retry media that could not be decoded, because a codec may have been installed since.
         undecodable_keys = self._cache.read_skip_reasons(shard_key) if is_media else {}
-        retried_items = [item for key, item in shard.items() if key in undecodable_keys]
-        has_new_output = any(not isinstance(encoder_output, str) for encoder_output in encode_fn(retried_items))
+        undecodable_items = [item for key, item in shard.items() if key in undecodable_keys]
+        has_new_output = any(not isinstance(encoder_output, str) for encoder_output in encode_fn(undecodable_items))
         if has_new_output or not self._cache.has_shard(shard_key):
             encoder_outputs = encode_fn(list(shard.values()))
             self._cache.write_shard(shard_key, dict(zip(shard, encoder_outputs, strict=True)))
@@ -276,8 +276,8 @@ class _SplitEncoder:
             with torch.no_grad():
                 batch_embeddings = self._encoders.model.text_embedding(prompt_batch)
             encoder_outputs += [{name: x[i] for name, x in batch_embeddings.items()} for i in range(len(prompt_batch))]
-        output_iterator = iter(encoder_outputs)
-        return [next(output_iterator) if isinstance(text, str) else self._read_embedding_file(text) for text in texts]
+        next_outputs = iter(encoder_outputs)
+        return [next(next_outputs) if isinstance(text, str) else self._read_embedding_file(text) for text in texts]
 
     def _read_embedding_file(self, embedding_path: Path) -> EncoderOutput | str:
         """Return the text embedding in a file of the data set, or the reason why it does not fit the text encoder."""
@@ -285,11 +285,11 @@ class _SplitEncoder:
             embedding = read_embedding(embedding_path, tuple(self._reference_embedding))
         except DataError as error:
             return str(error)
-        reference_by_name = self._reference_embedding
+        reference_tensors = self._reference_embedding
         num_tokens = {
-            each.shape[:1]: embedding[name].shape[:1] for name, each in reference_by_name.items() if each.ndim > 1
+            each.shape[:1]: embedding[name].shape[:1] for name, each in reference_tensors.items() if each.ndim > 1
         }
-        for name, reference in reference_by_name.items():
+        for name, reference in reference_tensors.items():
             if embedding[name].shape != num_tokens.get(reference.shape[:1], reference.shape[:1]) + reference.shape[1:]:
                 return (
                     f"{embedding_path.name}: {name} is {list(embedding[name].shape)}, and the model's encoder gives "

@@ -131,8 +131,8 @@ def find_longest_row_length(folder: Path, column_suffix: str = "_ids", split: st
     """Return the number of tokens of the longest prepared row of text in `split` ("*": in all splits). Only columns
     whose names end with `column_suffix` count. Raise DataError if a file is damaged."""
     id_columns = (table[name] for table, name in _iterate_id_columns(folder, split) if name.endswith(column_suffix))
-    longest_lengths = (pc.max(pc.list_value_length(column)).as_py() for column in id_columns)
-    return max((length or 0 for length in longest_lengths), default=0)
+    max_column_lengths = (pc.max(pc.list_value_length(column)).as_py() for column in id_columns)
+    return max((length or 0 for length in max_column_lengths), default=0)
 
 
 def _iterate_id_columns(folder: Path, split: str = "*") -> Iterator[tuple[pa.Table, str]]:
@@ -202,8 +202,8 @@ def preview_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int
             loss_mask = row.get("loss_mask" if has_one_sequence else f"{sequence_name}_mask") or [0] * len(token_ids)
             for is_learned, token_run in groupby(zip(loss_mask, token_ids, strict=True), key=itemgetter(0)):
                 decoded_text = str(tokenizer.decode([token_id for _, token_id in token_run]))
-                sequence_prefix = "" if has_one_sequence else f"{sequence_name} "
-                preview_lines.append(f"  {sequence_prefix}{'learned' if is_learned else 'masked'}: {decoded_text!r}")
+                sequence_label = "" if has_one_sequence else f"{sequence_name} "
+                preview_lines.append(f"  {sequence_label}{'learned' if is_learned else 'masked'}: {decoded_text!r}")
         preview_lines += [f"  {name}: {row[name]!r}" for name in ("label", "reference") if name in row]
     return preview_lines
 

@@ -49,8 +49,8 @@ def _iterate_generated_rows(dataset: Any, generator_name: str, arguments: Mappin
         with convert_errors(convert_error):
             entry = dataset[row_index]
         scoring_info = {"generator": generator_name, "arguments": dict(arguments), "entry": _to_python_literal(entry)}
-        row_columns = {name: entry[name] for name in ("question", "answer", "metadata")}
-        yield location, {**row_columns, "reasoning_gym": scoring_info}
+        columns_of_entry = {name: entry[name] for name in ("question", "answer", "metadata")}
+        yield location, {**columns_of_entry, "reasoning_gym": scoring_info}
 
 
 def _to_python_literal(generated_entry: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ from cosmos_core.data.learned_spans import find_learned_spans, list_added_tokens
 from cosmos_core.data.messages import ColumnTrackingRow, Message, Row, SkippedRow, propose_merged_turns
 from cosmos_core.data.rendering import RefusedRow, Tools
 from cosmos_core.data.statistics import RowChunk, SkippedRowEntry
-from cosmos_core.data.template_limits import share_timer
+from cosmos_core.data.template_limits import share_template_timer
 from cosmos_core.data.user_dataset import RENDERED_COLUMN
 from cosmos_core.data.visual import expand_image_placeholders
 from cosmos_core.errors import DataError
@@ -126,7 +126,7 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, rows:
     unread_column_counts: Counter[str] = Counter()
     column_names, conversation_column = row_spec.column_names, row_spec.conversation_column
     end_tokens = {str(tokenizer.decode([token])) for token in row_spec.stop_ids} & {*list_added_tokens(tokenizer)}
-    with share_timer():
+    with share_template_timer():
         for location, raw_row in rows:
             try:
                 row = ColumnTrackingRow(raw_row, column_names, location)
@@ -142,14 +142,14 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, rows:
                     read_values = [value for name, value in raw_row.items() if name not in unread_columns]
                     row_counts["rendered_texts"] += _is_rendered_twice(record, row_spec, read_values, end_tokens)
             except SkippedRow as skip_error:
-                refusal_text = f"{location}: {skip_error.reason}" if isinstance(skip_error, RefusedRow) else ""
-                skipped_rows.append(SkippedRowEntry(skip_error.reason, location, refusal_text))
+                refused_row_text = f"{location}: {skip_error.reason}" if isinstance(skip_error, RefusedRow) else ""
+                skipped_rows.append(SkippedRowEntry(skip_error.reason, location, refused_row_text))
             except (DataError, RecursionError) as error:
                 error_description = str(error) if isinstance(error, DataError) else f"{location}: nested too deeply"
                 skipped_rows.append(SkippedRowEntry("that cannot be read", error_description, error_description))
     schema = row_spec.schema
-    column_arrays = [pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(schema)]
-    record_batch = pa.RecordBatch.from_arrays(column_arrays, schema=schema)
+    arrow_arrays = [pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(schema)]
+    record_batch = pa.RecordBatch.from_arrays(arrow_arrays, schema=schema)
     row_counts["learned_ends"] = _count_learned_end_tokens(record_batch, row_spec)
     for record in records:
         row_counts.update(record.counts)
@@ -182,22 +182,22 @@ def read_pass_rates(pass_rates_file: Path) -> dict[str, float | None]:
 
 def _check_pass_rate(row_spec: RecordSpec, row: Row, record: Record, location: str) -> None:
     pass_rates_by_key: Mapping[str, Any] = row if row_spec.pass_rates is None else row_spec.pass_rates
-    pass_rate_key, rate_source = "pass_rate", "its row"
+    key_of_pass_rate, rate_source = "pass_rate", "its row"
     if row_spec.pass_rates is not None:
-        pass_rate_key = record.values[list(row_spec.row_kind.columns).index("prompt_text")]
+        key_of_pass_rate = record.values[list(row_spec.row_kind.columns).index("prompt_text")]
         rate_source = "dataset.pass_rates"
         # Refuse images, because pass rates are stored by prompt text, and prompts of equal text may differ in images.
         if record.counts.get("images"):
             problem = f"{rate_source} are by the text of prompts without images"
             raise DataError(f"{location}: {problem}; use a column pass_rate")
-    if pass_rate_key not in pass_rates_by_key:
-        requirement = f"which dataset.keep = {row_spec.pass_rate_range!r} needs"
-        raise DataError(f"{location}: {rate_source} has no pass rate, {requirement}")
-    raw_pass_rate = pass_rates_by_key[pass_rate_key]
+    if key_of_pass_rate not in pass_rates_by_key:
+        keep_requirement = f"which dataset.keep = {row_spec.pass_rate_range!r} needs"
+        raise DataError(f"{location}: {rate_source} has no pass rate, {keep_requirement}")
+    raw_pass_rate = pass_rates_by_key[key_of_pass_rate]
     try:
         # A blank pass rate and NaN are unknown, because CSV files and pandas store null so.
-        is_rate_unknown = raw_pass_rate is None or str(raw_pass_rate).strip().lower() in {"", "nan"}
-        pass_rate = None if is_rate_unknown else float(raw_pass_rate)
+        is_pass_rate_unknown = raw_pass_rate is None or str(raw_pass_rate).strip().lower() in {"", "nan"}
+        pass_rate = None if is_pass_rate_unknown else float(raw_pass_rate)
     except (TypeError, ValueError):
         raise DataError(f"{location}: the pass rate {raw_pass_rate!r} of {rate_source} is no number or null") from None
     if pass_rate is not None and not parse_pass_rate_range(row_spec.pass_rate_range)(pass_rate):
@@ -228,10 +228,10 @@ def read_images(
 def find_image_root(recipe: Recipe, model: str, rows_folder: Path) -> Path | None:
     """Return the folder that image paths of rows are relative to: the recipe's `media_path` if it is set, otherwise
     `rows_folder`; None if the model reads no images."""
-    media_settings, policy = image_settings(recipe), recipe.policy
-    if _load_processor(model, policy.model_revision, media_settings.pixels, policy.chat_template) is None:
+    image_config, policy = image_settings(recipe), recipe.policy
+    if _load_processor(model, policy.model_revision, image_config.pixels, policy.chat_template) is None:
         return None
-    return Path(os.path.expanduser(media_settings.media_path)).absolute() if media_settings.media_path else rows_folder
+    return Path(os.path.expanduser(image_config.media_path)).absolute() if image_config.media_path else rows_folder
 
 
 def get_processor(row_spec: RecordSpec) -> ProcessorMixin:
@@ -286,16 +286,16 @@ def make_conversation_record(
 ) -> Record:  # fmt: skip
     """Tokenise a conversation and return the record to store, with the images of its row if the model reads images."""
     if row_spec.image_root is None:
-        text_tokens, has_merged_turns = convert_turns(
+        tokens_and_mask, has_merged_turns = convert_turns(
             lambda turns: tokenise_conversation(tokenizer, turns, location, tools, row_spec.stop_ids), turns
         )
-        return make_text_record(row_spec, text_tokens, location, has_merged_turns=has_merged_turns)
+        return make_text_record(row_spec, tokens_and_mask, location, has_merged_turns=has_merged_turns)
     processor = get_processor(row_spec)
     turns_with_placeholders, image_refs, images = read_images(row_spec, turns, row, location)
-    text_and_spans, has_merged_turns = convert_turns(
+    text_and_learned_spans, has_merged_turns = convert_turns(
         lambda turns: find_learned_spans(processor, turns, location, tools, row_spec.stop_ids), turns_with_placeholders
     )
-    tokens = expand_image_placeholders(processor, *text_and_spans, images, location)
+    tokens = expand_image_placeholders(processor, *text_and_learned_spans, images, location)
     if tokens.end_of_last_image > row_spec.max_tokens:
         raise SkippedRow(location, "longer than policy.model_max_length before the end of the last image")
     ids, mask = truncate_tokens((tokens.ids, tokens.mask), row_spec.max_tokens, location)

@@ -55,8 +55,8 @@ def render(
     for rendered_turns in (turns, make_list_contents(turns)) if isinstance(renderer, ProcessorMixin) else (turns,):
         try:
             rendered_text = render_template(renderer, rendered_turns, location=location, **render_arguments)
-            missing_turns = [turn for turn in rendered_turns if is_turn_missing(turn, rendered_text)]
-            renderings.append((missing_turns, rendered_turns, rendered_text))
+            unrendered_turns = [turn for turn in rendered_turns if is_turn_missing(turn, rendered_text)]
+            renderings.append((unrendered_turns, rendered_turns, rendered_text))
         except TemplateError as error:
             template_error = error
     turns_with_string_arguments = encode_arguments_in_turns(turns)
@@ -65,8 +65,8 @@ def render(
         return render(renderer, turns_with_string_arguments, location, **render_arguments)
     if not renderings:
         raise RefusedRow(location, f"refused by the chat template ({template_error})")
-    missing_turns, rendered_turns, rendered_text = min(renderings, key=lambda rendering: len(rendering[0]))
-    for turn in missing_turns:
+    unrendered_turns, rendered_turns, rendered_text = min(renderings, key=lambda rendering: len(rendering[0]))
+    for turn in unrendered_turns:
         if turn["role"] in {"system", "developer", "tool"}:
             raise RefusedRow(location, f"with a {turn['role']} turn that the chat template leaves out")
         # Templates of some vision models expect parts as content of a turn, and render nothing for a string.
@@ -112,8 +112,8 @@ def check_tools(tools: Tools, rendered_text: str, location: str) -> None:
         raise RefusedRow(location, "with `tools` that the chat template leaves out")
 
 
-def _is_function_name_missing(tools_or_calls: list[Any], text: str) -> bool:
-    functions = (tool_or_call.get("function", tool_or_call) for tool_or_call in tools_or_calls)
+def _is_function_name_missing(tools_or_tool_calls: list[Any], text: str) -> bool:
+    functions = (tool_or_call.get("function", tool_or_call) for tool_or_call in tools_or_tool_calls)
     return any(isinstance(function, dict) and str(function.get("name", "")) not in text for function in functions)
 
 

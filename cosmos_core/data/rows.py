@@ -78,9 +78,9 @@ class Rows:
     def select(self, selection_mask: np.ndarray) -> "Rows":
         """Return the rows for which `selection_mask`, a bool array with an entry per row, is True."""
         if self._selection_mask is not None:
-            mask_of_all_rows = self._selection_mask.copy()
-            mask_of_all_rows[self._selection_mask] = selection_mask
-            selection_mask = mask_of_all_rows
+            mask_over_all_rows = self._selection_mask.copy()
+            mask_over_all_rows[self._selection_mask] = selection_mask
+            selection_mask = mask_over_all_rows
         return Rows(self._readers, self.folder, selection_mask)
 
 
@@ -123,8 +123,8 @@ def get_policies_by_dataset(stage: Stage) -> dict[str, AlgorithmConfig]:
         dataset_path, config_key = image_settings(stage.recipe).annotation_path, "custom.dataset.annotation_path"
     if not dataset_path:
         return dict(algorithm.tables_by_dataset)
-    kept_setting_names = ("test_size", "max_skipped_fraction", "keep", "pass_rates")
-    dataset_settings = {name: getattr(algorithm.dataset, name) for name in kept_setting_names}
+    mixture_setting_names = ("test_size", "max_skipped_fraction", "keep", "pass_rates")
+    dataset_settings = {name: getattr(algorithm.dataset, name) for name in mixture_setting_names}
     return {config_key: algorithm.copy_with(datasets=(), dataset=DatasetConfig(name=dataset_path, **dataset_settings))}
 
 
@@ -169,15 +169,15 @@ def _open_split(path: Path, split: str, config_key: str, declared_files: _FilesB
     num_rows = sum(reader.num_rows for reader in readers)
     slice_bounds = [_parse_slice_bound(bound_text, num_rows) for bound_text in slice_match.groups()[1:]]
     start_row, end_row, _ = slice(*slice_bounds).indices(num_rows)
-    selected_readers, row_offset = [], 0
+    readers_of_slice, row_offset = [], 0
     for reader in readers:
         reader_start_row, reader_end_row = max(start_row - row_offset, 0), min(end_row - row_offset, reader.num_rows)
         if reader_start_row < reader_end_row:
-            selected_readers.append(reader.select(reader_start_row, reader_end_row))
+            readers_of_slice.append(reader.select(reader_start_row, reader_end_row))
         row_offset += reader.num_rows
-    if not selected_readers:
+    if not readers_of_slice:
         raise DataError(f"{config_key}.split = {split!r} names no row of {num_rows}; name others")
-    return selected_readers
+    return readers_of_slice
 
 
 def _parse_slice_bound(bound_text: str | None, num_rows: int) -> int | None:
@@ -189,8 +189,8 @@ def _parse_slice_bound(bound_text: str | None, num_rows: int) -> int | None:
 def _open_local_split(path: Path, split: str, config_key: str, declared_files: _FilesBySplit) -> list[RowReader]:
     if declared_files:
         if not declared_files.get(split):
-            declared_splits = ", ".join(name for name, files in declared_files.items() if files) or "no split"
-            problem = f"but of the data files that README.md declares those of {declared_splits} exist"
+            existing_splits_text = ", ".join(name for name, files in declared_files.items() if files) or "no split"
+            problem = f"but of the data files that README.md declares those of {existing_splits_text} exist"
             raise DataError(f"{config_key}.split = {split!r}, {problem}; name others")
         _warn_of_missing_files(declared_files[split], config_key)
         return [_open_data_file(file) for file in declared_files[split]]
@@ -253,9 +253,9 @@ def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
     if not split_files:
         subfolder_names = " or ".join(repr(str(subfolder)) for subfolder in _find_data_subfolders(folder)[:5])
         subfolder_hint = f", and its folders are not looked into; name {subfolder_names}" if subfolder_names else ""
-        folder_contents = ", ".join(file.name for file in data_files[:5]) or f"no data file{subfolder_hint}"
+        data_file_names_text = ", ".join(file.name for file in data_files[:5]) or f"no data file{subfolder_hint}"
         remedy = f"; set {config_key}.split to one of {', '.join(sorted(split_names))}" if split_names else ""
-        problem = f"{folder} has no file for the split {split!r}; it holds {folder_contents}"
+        problem = f"{folder} has no file for the split {split!r}; it holds {data_file_names_text}"
         raise DataError(f"{config_key}.name: {problem}{remedy}")
     _check_file_names(split_files, config_key)
     _warn_of_missing_files(split_files, config_key)
@@ -269,9 +269,9 @@ def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
 def _check_file_names(files: list[Path], config_key: str) -> None:
     """Raise DataError if two files have the same name but different suffixes, such as a file and its compressed copy:
     their rows would be read twice."""
-    file_by_stem: dict[str, Path] = {}
+    file_by_name_stem: dict[str, Path] = {}
     for file in files:
-        first_file = file_by_stem.setdefault(file.name[: -len(data_suffix(file.name))], file)
+        first_file = file_by_name_stem.setdefault(file.name[: -len(data_suffix(file.name))], file)
         if first_file is not file:
             problem = f"{file.parent} has {first_file.name} and {file.name}, and one is probably a copy of the other"
             raise DataError(f"{config_key}.name: {problem}; remove or rename one")
@@ -293,22 +293,22 @@ def _find_data_folder(path: Path, subset: str, config_key: str) -> tuple[Path, _
     if not path.is_dir() or _is_saved_dataset(path):
         return path, {}
     if declared_files := _find_declared_files(path, subset, config_key):
-        file_folders = [file.parent for files in declared_files.values() for file in files]
-        return Path(os.path.commonpath(file_folders)), declared_files
+        declared_file_folders = [file.parent for files in declared_files.values() for file in files]
+        return Path(os.path.commonpath(declared_file_folders)), declared_files
     if subset and (path / subset).is_dir():
         return path / subset, {}
     subfolders = [] if _find_data_files(path) else _find_data_subfolders(path)
     subfolder_names = [subfolder.name for subfolder in subfolders]
     if subfolder_names and subfolder_names != ["data"] and subset not in {"", "default"}:
-        folders_text = f"the folders {', '.join(subfolder_names[:5])} in {path}"
-        raise DataError(f"{config_key}.subset = {subset!r} is none of {folders_text}; name one")
+        data_folders_text = f"the folders {', '.join(subfolder_names[:5])} in {path}"
+        raise DataError(f"{config_key}.subset = {subset!r} is none of {data_folders_text}; name one")
     return (subfolders[0] if len(subfolders) == 1 else path), {}
 
 
 def _find_declared_files(path: Path, subset: str, config_key: str) -> _FilesBySplit:
     """Return the files that `configs` in README.md declares for each split; empty if it has no `configs`."""
-    card_configs = read_card_metadata(path).get("configs")
-    if "data_files" not in str(card_configs) or (subset and (path / subset).is_dir()):
+    dataset_card_configs = read_card_metadata(path).get("configs")
+    if "data_files" not in str(dataset_card_configs) or (subset and (path / subset).is_dir()):
         return {}
     import datasets
 

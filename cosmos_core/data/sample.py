@@ -66,7 +66,7 @@ def swap_responses(samples: Sequence[Sample], max_tokens: int) -> list[Sample]:
 
     def swap(field_name: str, i: int) -> np.ndarray:
         prompt = getattr(samples[i], field_name)[: response_starts[i]]
-        response = getattr(samples[i - 1], field_name)[response_starts[i - 1] :]
-        return np.concatenate([prompt, response])[:max_tokens]
+        previous_response = getattr(samples[i - 1], field_name)[response_starts[i - 1] :]
+        return np.concatenate([prompt, previous_response])[:max_tokens]
 
     return [replace(s, input_ids=swap("input_ids", i), loss_mask=swap("loss_mask", i)) for i, s in enumerate(samples)]

@@ -28,13 +28,13 @@ def find_spans_by_prefixes(render_fn: RenderFn, messages: list[Message], rendere
     spans = []
     for i in _find_assistant_turns(messages):
         try:
-            text_before = render_fn(messages[:i], True)
+            text_before_turn = render_fn(messages[:i], True)
             text_through_turn = rendered_text if i + 1 == len(messages) else render_fn(messages[: i + 1], False)
         except TemplateError:  # return None: some templates refuse a part of a conversation, e.g. without a user turn
             return None
-        if not (text_through_turn.startswith(text_before) and rendered_text.startswith(text_through_turn)):
+        if not (text_through_turn.startswith(text_before_turn) and rendered_text.startswith(text_through_turn)):
             return None
-        spans.append((len(text_before), len(text_through_turn)))
+        spans.append((len(text_before_turn), len(text_through_turn)))
     return spans
 
 
@@ -75,9 +75,9 @@ def strip_trailing_space(span: Span, text: str, turn_end_tokens: Sequence[str]) 
     return (start, start + len(stripped_text)) if stripped_text.endswith(tuple(turn_end_tokens)) else span
 
 
-def common_prefix_length(sequence: Sequence[Any], other_sequence: Sequence[Any]) -> int:
+def common_prefix_length(sequence: Sequence[Any], second_sequence: Sequence[Any]) -> int:
     """Return the length of the common prefix of two sequences."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(sequence, other_sequence, strict=False)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(sequence, second_sequence, strict=False)))
 
 
 def _find_assistant_turns(messages: list[Message]) -> list[int]:
@@ -108,8 +108,8 @@ def _find_texts_before_completions(
 ) -> list[TextBeforeCompletion]:
     """Return the `TextBeforeCompletion` of each completion, the messages at `turn_indices`. `template_texts` are the
     texts that the chat template writes between completions."""
-    first_and_last_index = turn_indices[0], turn_indices[-1]
-    first_prompt, last_prompt = (_find_generation_prompt(render_fn, messages[:i]) for i in first_and_last_index)
+    first_and_last_turn_index = turn_indices[0], turn_indices[-1]
+    first_prompt, last_prompt = (_find_generation_prompt(render_fn, messages[:i]) for i in first_and_last_turn_index)
     are_prompts_equal, preceding_texts = first_prompt == last_prompt, []
     for i, template_text in zip(turn_indices, template_texts, strict=False):
         generation_prompt = first_prompt if are_prompts_equal else _find_generation_prompt(render_fn, messages[:i])
@@ -177,9 +177,9 @@ def _find_turn_end(text_after_completion: str, text_after_last_completion: str, 
     """Return the text that ends a turn in the rendering: the common prefix of the texts that the chat template writes
     after a completion and after the last completion, up to the end of one of `turn_end_tokens`. For the texts
     `<|end|><|user|>` and `<|end|><|endoftext|>` it is `<|end|>`."""
-    common_prefix = text_after_completion[: common_prefix_length(text_after_completion, text_after_last_completion)]
-    token_ends = [common_prefix.rfind(token) + len(token) for token in turn_end_tokens if token in common_prefix]
-    return common_prefix[: max(token_ends)] if token_ends else common_prefix
+    common_text = text_after_completion[: common_prefix_length(text_after_completion, text_after_last_completion)]
+    token_ends = [common_text.rfind(token) + len(token) for token in turn_end_tokens if token in common_text]
+    return common_text[: max(token_ends)] if token_ends else common_text
 
 
 def _locate_completions(
@@ -188,20 +188,20 @@ def _locate_completions(
     """Return the span of each completion in `rendered_text`, including the end of its turn. The completions are located
     by the texts that the chat template writes before them, and after the last one (`final_text`). Return None if these
     texts do not occur in `rendered_text`, or if several locations are possible."""
-    (first_text, _), *later_preceding_texts = preceding_texts
-    next_texts = [text for text, _ in later_preceding_texts]
-    search_start, search_end = len(first_text), len(rendered_text) - len(final_text)
-    if not (rendered_text.startswith(first_text) and rendered_text.endswith(final_text) and all(next_texts)):
+    (text_before_first, _), *texts_before_others = preceding_texts
+    texts_between = [text for text, _ in texts_before_others]
+    search_start, search_end = len(text_before_first), len(rendered_text) - len(final_text)
+    if not (rendered_text.startswith(text_before_first) and rendered_text.endswith(final_text) and all(texts_between)):
         return None
     search_text = rendered_text[:search_end]
-    completion_ends = _find_earliest_occurrences(search_text, next_texts, search_start)
+    completion_ends = _find_earliest_occurrences(search_text, texts_between, search_start)
     # Refuse ambiguous spans: a turn may quote the text, with control tokens, that the template writes between turns.
-    if completion_ends is None or completion_ends != _find_latest_occurrences(search_text, next_texts, search_start):
+    if completion_ends is None or completion_ends != _find_latest_occurrences(search_text, texts_between, search_start):
         return None
     spans = []
     span_start = search_start
     for (_, remaining_prompt), next_text, completion_end, turn_end in zip(
-        preceding_texts, [*next_texts, ""], [*completion_ends, search_end], turn_end_texts, strict=True
+        preceding_texts, [*texts_between, ""], [*completion_ends, search_end], turn_end_texts, strict=True
     ):
         span_start += len(remaining_prompt) * rendered_text.startswith(remaining_prompt, span_start, completion_end)
         spans.append((span_start, completion_end + len(turn_end)))

@@ -79,7 +79,7 @@ class SplitCounts:
         self._row_lengths: list[np.ndarray] = []
         self._row_counts, self._unread_column_counts = Counter[str](), Counter[str]()
         self._skipped_by_reason: dict[str, _FirstItemCounter] = {}
-        self._error_counter, self._merged_counter = _FirstItemCounter(), _FirstItemCounter()
+        self._error_counter, self._merged_turns_counter = _FirstItemCounter(), _FirstItemCounter()
 
     def add(self, chunk: RowChunk) -> None:
         """Add the counts and lengths of the rows in `chunk` to the statistics."""
@@ -88,7 +88,7 @@ class SplitCounts:
         self._row_counts += chunk.counts
         self._unread_column_counts += chunk.unread_column_counts
         for location in chunk.locations_with_merged_turns:
-            self._merged_counter.add(location)
+            self._merged_turns_counter.add(location)
         for skipped_row in chunk.skipped_rows:
             self._skipped_by_reason.setdefault(skipped_row.reason, _FirstItemCounter()).add(skipped_row.location)
             if skipped_row.error:
@@ -102,7 +102,7 @@ class SplitCounts:
         return sum(len(lengths) for lengths in self._row_lengths)
 
     @property
-    def num_skipped(self) -> int:
+    def num_skipped_rows(self) -> int:
         """Return the number of rows of the split that were left out of the prepared file."""
         return sum(counter.count for counter in self._skipped_by_reason.values())
 
@@ -123,14 +123,15 @@ class SplitCounts:
 
     def make_notices(self, end_token: str | None = None) -> list[str]:
         """Return lines about rows that were skipped, read from another column or merged, or that lack an end token."""
-        lines = []
+        notices = []
         if self._skipped_by_reason:
-            listed_counters = dict(islice(self._skipped_by_reason.items(), _MAX_LISTED_REASONS))
-            reasons = [f"{n.count} {reason} (first: {n.first_description})" for reason, n in listed_counters.items()]
-            if num_other_rows := self.num_skipped - sum(each.count for each in listed_counters.values()):
+            listed_reasons = dict(islice(self._skipped_by_reason.items(), _MAX_LISTED_REASONS))
+            reasons = [f"{n.count} {reason} (first: {n.first_description})" for reason, n in listed_reasons.items()]
+            if num_other_rows := self.num_skipped_rows - sum(each.count for each in listed_reasons.values()):
                 reasons.append(f"{num_other_rows} for other reasons")
-            lines.append(f"{self.num_skipped} of {self.num_rows + self.num_skipped} rows skipped: {', '.join(reasons)}")
-        text_by_count_name = {
+            total_rows = self.num_rows + self.num_skipped_rows
+            notices.append(f"{self.num_skipped_rows} of {total_rows} rows skipped: {', '.join(reasons)}")
+        notice_text_by_count = {
             "other_column": f"have no column {self._conversation_column!r}, which "
             "train.train_policy.conversation_column_name names: they were read from another known column",
             "text_alone": f"are learned as the text of column {self._conversation_column!r} alone, and have a response "
@@ -140,25 +141,25 @@ class SplitCounts:
             "sized_images": "give the size of an image (max_pixels or another key of its part), which has no effect: "
             "custom.vision.min_pixels and max_pixels are those of all images",
         }
-        counted_texts = [(self._row_counts[name], text) for name, text in text_by_count_name.items()]
-        lines += [f"{count} of {self.num_rows} rows {text}" for count, text in counted_texts if count]
+        counts_and_texts = [(self._row_counts[name], text) for name, text in notice_text_by_count.items()]
+        notices += [f"{count} of {self.num_rows} rows {text}" for count, text in counts_and_texts if count]
         if count := sum(int((lengths > self._max_prompt_tokens).sum()) for lengths in self._row_lengths):
-            lines.append(
+            notices.append(
                 f"{count} of {self.num_rows} prompts leave less room in policy.model_max_length than the "
                 f"{self._max_completion_tokens} tokens of max_response_length: their completions end earlier"
             )
-        if self._merged_counter.count:
-            lines.append(
-                f"turns put together in {self._merged_counter.count} of {self.num_rows} rows (first: "
-                f"{self._merged_counter.first_description}): the chat template refuses a system turn, or turns of one "
-                "role in a row"
+        if self._merged_turns_counter.count:
+            notices.append(
+                f"turns put together in {self._merged_turns_counter.count} of {self.num_rows} rows (first: "
+                f"{self._merged_turns_counter.first_description}): the chat template refuses a system turn, or turns "
+                "of one role in a row"
             )
         if not self._has_learned_end_token:
-            lines.append(
+            notices.append(
                 f"no row teaches the end token {end_token!r}, so the model would not learn to stop; write it behind "
                 "the assistant's turns in the chat template, or make the token that closes them the eos_token"
             )
-        return lines
+        return notices
 
     def make_statistics_entry(self) -> dict[str, Any]:
         """Return the entry of the split in `statistics.json`."""
@@ -174,10 +175,10 @@ class SplitCounts:
                 "max": int(row_lengths.max()),
             },
             "truncated_rows": self._row_counts["truncated_rows"],
-            "skipped_rows": self.num_skipped,
+            "skipped_rows": self.num_skipped_rows,
             "skipped": {reason: {"rows": counter.count, "first": counter.first_description}
                         for reason, counter in self._skipped_by_reason.items()},
-            "merged_rows": self._merged_counter.count,
+            "merged_rows": self._merged_turns_counter.count,
             **{name: self._row_counts[name] for name in ("images", "image_tokens") if self._row_counts["images"]},
             **{name: self._row_counts[name] for name in ("plain_rows", "continued_rows") if self._row_counts[name]},
             **({"unread_columns": sorted(self._unread_column_counts)} if self._unread_column_counts else {}),

@@ -63,7 +63,7 @@ class _ProcessLimits:
         if time.monotonic() >= self.deadline:  # raise at each timer signal, since a destructor may ignore one error
             raise _TimeLimitExceeded
 
-    def measure_size_bytes(self) -> int:
+    def measure_address_space(self) -> int:
         """Return the size in bytes of this process's address space; a measured size is reused for
         `_MEMORY_SIZE_REFRESH_SECONDS`."""
         if time.monotonic() >= self._next_measurement_time:
@@ -77,7 +77,7 @@ _process_limits = _ProcessLimits()
 
 
 @contextmanager
-def share_timer() -> Iterator[None]:
+def share_template_timer() -> Iterator[None]:
     """Return a context manager in which all `limit_resources` blocks of the main thread use one timer, which saves most
     of their overhead."""
     with _process_limits.run_timer() if _is_main_thread() and not _process_limits.is_timer_running else nullcontext():
@@ -97,11 +97,11 @@ def limit_resources(code_description: str) -> Iterator[None]:
         with _process_limits.run_timer(), limit_resources(code_description):
             yield
         return
-    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-    address_space_limits = (_process_limits.measure_size_bytes() + MAX_TEMPLATE_BYTES, soft_limit, hard_limit)
+    soft_limit, hard_memory_limit = resource.getrlimit(resource.RLIMIT_AS)
+    address_space_limits = (_process_limits.measure_address_space() + MAX_TEMPLATE_BYTES, soft_limit, hard_memory_limit)
     try:
         address_space_limit = min(each for each in address_space_limits if each != resource.RLIM_INFINITY)
-        resource.setrlimit(resource.RLIMIT_AS, (address_space_limit, hard_limit))
+        resource.setrlimit(resource.RLIMIT_AS, (address_space_limit, hard_memory_limit))
         if is_main_thread:
             _process_limits.ensure_timer_runs()
             _process_limits.deadline = time.monotonic() + MAX_TEMPLATE_SECONDS
@@ -114,7 +114,7 @@ def limit_resources(code_description: str) -> Iterator[None]:
     finally:
         if is_main_thread:
             _process_limits.deadline = math.inf
-        resource.setrlimit(resource.RLIMIT_AS, (soft_limit, hard_limit))
+        resource.setrlimit(resource.RLIMIT_AS, (soft_limit, hard_memory_limit))
 
 
 def _is_main_thread() -> bool:

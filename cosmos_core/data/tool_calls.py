@@ -55,13 +55,13 @@ def parse_sharegpt_calls(text: Any) -> tuple[str, list[Any]] | None:
     if not isinstance(text, str):
         return None
     # Try the text after each </think>, because the arguments of a call may contain this tag.
-    json_starts = (0, *(match.end() for match in re.finditer("</think>", text)))
-    starts_and_values = ((i, json_value) for i in json_starts if (json_value := parse_json(text[i:])) is not None)
-    json_start, json_value = next(starts_and_values, (0, None))
-    calls = json_value if isinstance(json_value, list) else [json_value]
+    possible_starts = (0, *(match.end() for match in re.finditer("</think>", text)))
+    starts_and_calls = ((i, calls_value) for i in possible_starts if (calls_value := parse_json(text[i:])) is not None)
+    start_of_calls, calls_value = next(starts_and_calls, (0, None))
+    calls = calls_value if isinstance(calls_value, list) else [calls_value]
     if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
         return None
-    return text[:json_start], decode_arguments([{"type": "function", "function": call} for call in calls])
+    return text[:start_of_calls], decode_arguments([{"type": "function", "function": call} for call in calls])
 
 
 def decode_arguments(calls: list[Any]) -> list[Any]:
@@ -100,12 +100,12 @@ def _convert_arguments(call: dict[str, Any], convert_arguments_fn: Callable[[Any
     return {**call, "arguments": convert_arguments_fn(call["arguments"])} if "arguments" in call else call
 
 
-def _decode_object(json_or_object: Any) -> Any:
+def _decode_object(object_or_json: Any) -> Any:
     """Decode the JSON object in a string, `{}` if the string is empty; return any other value unchanged."""
-    if not isinstance(json_or_object, str):
-        return json_or_object
-    decoded_object = parse_json(json_or_object) if json_or_object.strip() else {}
-    return decoded_object if isinstance(decoded_object, dict) else json_or_object
+    if not isinstance(object_or_json, str):
+        return object_or_json
+    decoded_object = parse_json(object_or_json) if object_or_json.strip() else {}
+    return decoded_object if isinstance(decoded_object, dict) else object_or_json
 
 
 def parse_json(json_text: Any) -> Any:

@@ -39,7 +39,7 @@ TOKENS_COLUMN, LABELS_COLUMN = "token_ids", "label_ids"
 IGNORED_LABEL = -100
 """Label of a token without a loss."""
 
-_UNSUPPORTED_METHODS = (
+_UNSUPPORTED_PACKER_METHODS = (
     "rollout_collate_fn", "get_rollout_output", "get_policy_input", "policy_compute_max_len", "policy_collate_fn",
     "sft_compute_max_len", "sft_collate_fn", "dpo_process_sample", "dpo_collate_fn", "batch_size", "slice_batch",
 )  # fmt: skip
@@ -71,19 +71,19 @@ class UserDatasetLoader:
         setting_text = f"train.train_policy.data_packer = {algorithm.data_packer!r}"
         user_object = import_user_code(algorithm.data_packer)
         defined_methods = vars(user_object if inspect.isclass(user_object) else type(user_object))
-        if unsupported_methods := [name for name in _UNSUPPORTED_METHODS if name in defined_methods]:
+        if unsupported_methods := [name for name in _UNSUPPORTED_PACKER_METHODS if name in defined_methods]:
             problem = "which nothing calls here: batches are made by the model's adapter"
             remedy = "remove it, or write an algorithm of your own"
             raise ConfigError(f"{setting_text} has {', '.join(unsupported_methods)}, {problem}; {remedy}")
-        method_name = load_tokenised_kind(algorithm.rows).packer_method
+        method_name = load_tokenised_kind(algorithm.rows).packer_method_name
         with convert_user_code_errors(setting_text, user_object):
             packer = _instantiate_user_object(user_object, self._recipe)
             self._call_setup(packer)
-        packer_method = getattr(packer, method_name, None) if method_name else None
-        if packer_method is None:
-            method_problem = f"{method_name}, which it does not have" if method_name else "none; leave it out"
-            raise ConfigError(f"{setting_text}: a training on {algorithm.rows} calls {method_problem}")
-        return partial(_apply_packer, packer_method, algorithm)
+        packer_method_name = getattr(packer, method_name, None) if method_name else None
+        if packer_method_name is None:
+            called_method_text = f"{method_name}, which it does not have" if method_name else "none; leave it out"
+            raise ConfigError(f"{setting_text}: a training on {algorithm.rows} calls {called_method_text}")
+        return partial(_apply_packer, packer_method_name, algorithm)
 
     def _call_setup(self, user_object: Any) -> None:
         if not hasattr(user_object, "setup"):
@@ -100,19 +100,19 @@ def _convert_tuples_to_lists(recipe_value: Any) -> Any:
     """Return a recipe, or a value in it, with lists in place of tuples, as user code for Cosmos-RL expects them."""
     if isinstance(recipe_value, Table):
         return recipe_value.copy_with(**{name: _convert_tuples_to_lists(value) for name, value in recipe_value})
-    is_tuple = isinstance(recipe_value, tuple)
-    return [_convert_tuples_to_lists(value) for value in recipe_value] if is_tuple else recipe_value
+    is_value_tuple = isinstance(recipe_value, tuple)
+    return [_convert_tuples_to_lists(value) for value in recipe_value] if is_value_tuple else recipe_value
 
 
 def _instantiate_user_object(user_object: Any, recipe: Recipe) -> Any:
     """Return the data set or packer of imported user code: `user_object` itself, or the result of calling it. A
     function is called with the recipe if it takes any argument, a class only if it has a required argument."""
-    is_class = inspect.isclass(user_object)
-    if not callable(user_object) or (not is_class and hasattr(user_object, "__getitem__")):
+    is_user_class = inspect.isclass(user_object)
+    if not callable(user_object) or (not is_user_class and hasattr(user_object, "__getitem__")):
         return user_object
-    positional_kinds = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    parameters = [each for each in inspect.signature(user_object).parameters.values() if each.kind in positional_kinds]
-    should_pass_recipe = any(each.default is each.empty for each in parameters) if is_class else bool(parameters)
+    parameter_kinds = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    parameters = [each for each in inspect.signature(user_object).parameters.values() if each.kind in parameter_kinds]
+    should_pass_recipe = any(each.default is each.empty for each in parameters) if is_user_class else bool(parameters)
     return user_object(recipe) if should_pass_recipe else user_object()
 
 
@@ -129,11 +129,11 @@ def _iterate_items(dataset: Any, name: str, num_items: int, algorithm: Algorithm
         yield location, row
 
 
-def _apply_packer(packer_method: Callable[[Any], Any], algorithm: AlgorithmConfig, row: Row, location: str) -> Row:
+def _apply_packer(packer_method_name: Callable[[Any], Any], algorithm: AlgorithmConfig, row: Row, location: str) -> Row:
     """Convert a row with a method of a data packer. If the packer returns a prompt as text, turns or an object, which
     have no columns, the columns with the reference answer are taken from `row`."""
-    with convert_user_code_errors(location, packer_method):
-        packer_output = packer_method(row)
+    with convert_user_code_errors(location, packer_method_name):
+        packer_output = packer_method_name(row)
     packer_row = _convert_item(packer_output, algorithm, location)
     if isinstance(packer_output, dict) or not isinstance(algorithm, RlConfig):
         return packer_row
@@ -151,13 +151,13 @@ def _get_reference_column(algorithm: AlgorithmConfig) -> str:
 def _convert_item(item: Any, algorithm: AlgorithmConfig, location: str) -> Row:
     """Convert an item of a user's data set or packer to a row with the columns that the recipe reads."""
     is_prompt = isinstance(algorithm, RlConfig)
-    text_column = (algorithm.prompt_column_name or "prompt") if isinstance(algorithm, RlConfig) else "messages"
+    turns_column = (algorithm.prompt_column_name or "prompt") if isinstance(algorithm, RlConfig) else "messages"
     if isinstance(item, dict):
         return {name: _convert_array(value) for name, value in item.items()}
     if isinstance(item, str):
-        return {RENDERED_COLUMN: item, text_column: item} if is_prompt else {"text": item}
+        return {RENDERED_COLUMN: item, turns_column: item} if is_prompt else {"text": item}
     if isinstance(item, list | tuple):
-        return {text_column: list(item)}
+        return {turns_column: list(item)}
     prompt_or_turns = getattr(item, "conversation", None) or getattr(item, "prompt", None)
     if prompt_or_turns is None:
         supported_items_text = "the rule is a dict, a list of turns, a string, or an object with prompt or conversation"

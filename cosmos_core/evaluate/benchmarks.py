@@ -40,14 +40,14 @@ def open_benchmarks(config: EvaluateConfig) -> Benchmarks:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     task_manager = _open_task_manager(config)
     task_names = list(dict.fromkeys(name for pattern in config.tasks for name in match_tasks(task_manager, pattern)))
-    loaded_by_name = {name: _load_tasks(task_manager, name) for name in task_names}
-    tasks = {name: task for each in loaded_by_name.values() for name, task in each["tasks"].items()}
+    loaded_tasks_by_name = {name: _load_tasks(task_manager, name) for name in task_names}
+    tasks = {name: task for each in loaded_tasks_by_name.values() for name, task in each["tasks"].items()}
     # Leave out what a group contains that is named as well, because lm-eval refuses to run a task twice.
-    loaded_groups = {name: each for name, each in loaded_by_name.items() if name in each["groups"]}
-    names_in_groups = {
-        member for name, each in loaded_groups.items() for member in (*each["tasks"], *each["groups"]) if member != name
+    task_groups = {name: each for name, each in loaded_tasks_by_name.items() if name in each["groups"]}
+    task_names_in_groups = {
+        member for name, each in task_groups.items() for member in (*each["tasks"], *each["groups"]) if member != name
     }
-    task_names = [name for name in task_names if name not in names_in_groups]
+    task_names = [name for name in task_names if name not in task_names_in_groups]
     for name, task in tasks.items():
         if getattr(task, "UNSAFE_CODE", False) and not config.confirm_run_unsafe_code:
             problem = f"{name!r} executes code that the model writes, without a sandbox"
@@ -92,9 +92,9 @@ def _load_tasks(task_manager: TaskManager, task_name: str) -> dict[str, Any]:
         raise ConfigError(f"evaluate.tasks: {task_name!r} needs a package that is not installed: {error}") from error
     except _DATASET_ERRORS as error:
         entry = task_manager.task_index[task_name]
-        dataset_text = f", {entry.cfg['dataset_path']}," if entry.cfg and entry.cfg.get("dataset_path") else ""
-        read_problem = f"the rows of {task_name!r}{dataset_text} cannot be read ({first_line(error)})"
-        raise DataError(f"evaluate.tasks: {read_problem}; {_MISSING_ROWS_HINT}") from error
+        dataset_path_text = f", {entry.cfg['dataset_path']}," if entry.cfg and entry.cfg.get("dataset_path") else ""
+        reading_problem = f"the rows of {task_name!r}{dataset_path_text} cannot be read ({first_line(error)})"
+        raise DataError(f"evaluate.tasks: {reading_problem}; {_MISSING_ROWS_HINT}") from error
     except Exception as error:  # lm-eval raises any error for a mistake in the file of a task
         problem = f"lm-eval cannot load {task_name!r} ({error_on_one_line(error)})"
         raise ConfigError(f"evaluate.tasks: {problem}; correct its YAML file or its rows") from error

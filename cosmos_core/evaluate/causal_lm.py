@@ -31,7 +31,7 @@ from cosmos_core.types import Outcome
 REPORT_FILE, ITEMS_FILE, SAMPLES_FILE = "evaluation.json", "items.parquet", "samples.jsonl"
 _NUM_SAMPLES_PER_TASK = 24
 _RESPONSE_CACHE_PREFIX = "responses"
-_DEFAULT_SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
+_LM_EVAL_SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
 """Default seeds of lm-eval's command line."""
 
 
@@ -41,8 +41,8 @@ def check(stage: Stage) -> Outcome:
     architecture = _describe_model(stage)
     check_engine(stage)
     num_items_by_task = open_benchmarks(stage.recipe.evaluate).num_items_by_task
-    tasks_text = ", ".join(f"{name} ({count} items)" for name, count in num_items_by_task.items())
-    return Outcome(info={"found": f"{architecture}, engine {engine_name(stage.recipe)}; {tasks_text}"})
+    task_sizes_text = ", ".join(f"{name} ({count} items)" for name, count in num_items_by_task.items())
+    return Outcome(info={"found": f"{architecture}, engine {engine_name(stage.recipe)}; {task_sizes_text}"})
 
 
 def run(stage: Stage) -> Outcome:
@@ -75,7 +75,7 @@ def run(stage: Stage) -> Outcome:
             fewshot_as_multiturn=config.apply_chat_template and config.fewshot_as_multiturn,
             confirm_run_unsafe_code=config.confirm_run_unsafe_code,
             use_cache=str(stage.path / f"{_RESPONSE_CACHE_PREFIX}-{stage.fingerprint[:16]}"),
-            **(_DEFAULT_SEEDS if config.seed is None else dict.fromkeys(_DEFAULT_SEEDS, config.seed)),
+            **(_LM_EVAL_SEEDS if config.seed is None else dict.fromkeys(_LM_EVAL_SEEDS, config.seed)),
         )  # fmt: skip
     metrics = convert_metrics(results["results"])
     stage.metrics.log(0, metrics)
@@ -95,8 +95,8 @@ def run(stage: Stage) -> Outcome:
 def _make_task_error(error: Exception) -> Exception:
     """Return the error to raise in place of an error of lm-eval: `ConfigError` if the rows or settings do not fit a
     task, otherwise the error itself."""
-    is_task_error = isinstance(error, AssertionError | ValueError | TypeError | LookupError | TemplateError)
-    if is_transient(error) or not is_task_error:
+    is_error_of_task_code = isinstance(error, AssertionError | ValueError | TypeError | LookupError | TemplateError)
+    if is_transient(error) or not is_error_of_task_code:
         return error
     problem = f"evaluate.tasks: lm-eval cannot run them with these rows and settings ({error_on_one_line(error)})"
     return ConfigError(f"{problem}; see the rows of the tasks, evaluate.max_length and evaluate.num_fewshot")

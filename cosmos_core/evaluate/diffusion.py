@@ -49,9 +49,9 @@ def check(stage: Stage) -> Outcome:
     prompts = [prompt for prompt_list in prompt_sets.values() for prompt in prompt_list[:_NUM_CHECKED_PROMPTS]]
     media_groups = make_media_groups(prompts, num_frames, diffusion_model.config.inference_size)
     reward_weights = dict.fromkeys(evaluate_config.rewards, 1.0)
-    rewards_text = call_rewards(stage.recipe.reward_settings, reward_weights, media_groups, stage.progress.beat)
+    checked_rewards_text = call_rewards(stage.recipe.reward_settings, reward_weights, media_groups, stage.progress.beat)
     prompt_counts_text = ", ".join(f"{name} ({len(prompt_list)} prompts)" for name, prompt_list in prompt_sets.items())
-    return Outcome(info={"found": f"{diffusion_model.folder.class_name}; {prompt_counts_text}; {rewards_text}"})
+    return Outcome(info={"found": f"{diffusion_model.folder.class_name}; {prompt_counts_text}; {checked_rewards_text}"})
 
 
 def run(stage: Stage) -> Outcome:
@@ -120,9 +120,9 @@ def _score_prompts(
             if not scored_prompts and not any(reward_values for item in new_scores for reward_values in item.rewards):
                 scores = [score for group in groups for score in group.scores]
                 raise invalid_scores_error("no reward of the first batch is valid", scores)
-            saved_samples = [each for each in zip(batch, samples, strict=True) if each[0][1].id < num_saved_prompts]
+            samples_to_save = [each for each in zip(batch, samples, strict=True) if each[0][1].id < num_saved_prompts]
             with raise_disk_full(stage.path):
-                for (name, prompt), pixels in saved_samples:
+                for (name, prompt), pixels in samples_to_save:
                     np.save(_make_sample_path(unfinished_folder, name, prompt), pixels.numpy())
                 append_scores(unfinished_folder, new_scores)
             scored_prompts += new_scores
@@ -153,10 +153,10 @@ def _sample_media(
         generator=[torch.Generator().manual_seed(sample_seed) for sample_seed in sample_seeds],
         output_type="pt", return_dict=False, **pipeline_arguments,
     )[0]  # fmt: skip
-    pixels_uint8 = (torch.as_tensor(pixels).float().clamp(0, 1) * 255).round().to("cpu", torch.uint8)
-    if pixels_uint8.ndim == 5 and pixels_uint8.shape[1] == 1:  # a video of one frame is an image, as in training
-        pixels_uint8 = pixels_uint8[:, 0]
-    return list(pixels_uint8.movedim(-3, -1).contiguous().split(samples_per_prompt))
+    uint8_pixels = (torch.as_tensor(pixels).float().clamp(0, 1) * 255).round().to("cpu", torch.uint8)
+    if uint8_pixels.ndim == 5 and uint8_pixels.shape[1] == 1:  # a video of one frame is an image, as in training
+        uint8_pixels = uint8_pixels[:, 0]
+    return list(uint8_pixels.movedim(-3, -1).contiguous().split(samples_per_prompt))
 
 
 def _make_group(prompt: Prompt, samples: Tensor) -> Group:

@@ -15,10 +15,10 @@ import pyarrow as pa
 from cosmos_core.types import JsonValue
 
 _STDERR_SUFFIX = "_stderr"
-_NUMBER_TYPES = (Real, np.bool_)
+_METRIC_NUMBER_TYPES = (Real, np.bool_)
 _TASK_SETTING_NAMES = ("dataset_path", "dataset_name", "test_split", "output_type", "generation_kwargs", "filter_list")
-_TEXT_COLUMNS = ("doc_hash", "prompt_hash", "response")
-_COLUMN_TYPES = {"task": pa.string(), "doc_id": pa.int64(), **dict.fromkeys(_TEXT_COLUMNS, pa.string())}
+_ITEM_TEXT_COLUMNS = ("doc_hash", "prompt_hash", "response")
+_COLUMN_TYPES = {"task": pa.string(), "doc_id": pa.int64(), **dict.fromkeys(_ITEM_TEXT_COLUMNS, pa.string())}
 
 
 def convert_metrics(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
@@ -26,11 +26,11 @@ def convert_metrics(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float
     name with the suffix `_stderr`."""
     metrics: dict[str, float] = {}
     for task, task_metrics in results.items():
-        first_filter = next((metric_key.partition(",")[2] for metric_key in task_metrics if "," in metric_key), "")
+        default_filter = next((metric_key.partition(",")[2] for metric_key in task_metrics if "," in metric_key), "")
         for metric_key, value in task_metrics.items():
             metric, separator, filter_name = metric_key.partition(",")
             if separator and isinstance(value, Real):
-                metric_name = _qualify_metric_name(metric.removesuffix(_STDERR_SUFFIX), filter_name, first_filter)
+                metric_name = _qualify_metric_name(metric.removesuffix(_STDERR_SUFFIX), filter_name, default_filter)
                 stderr_suffix = _STDERR_SUFFIX if metric.endswith(_STDERR_SUFFIX) else ""
                 metrics[f"evaluation/{task}/{metric_name}{stderr_suffix}"] = float(value)
     return metrics
@@ -42,10 +42,10 @@ def build_item_table(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for task, task_samples in samples.items():
         for sample in task_samples:
-            text_columns = {name: sample.get(name) or _get_response_text(sample) for name in _TEXT_COLUMNS}
+            text_columns = {name: sample.get(name) or _get_response_text(sample) for name in _ITEM_TEXT_COLUMNS}
             row = rows.setdefault((task, sample["doc_id"]), {"task": task, "doc_id": sample["doc_id"], **text_columns})
             for metric_name in sample["metrics"]:
-                if isinstance(sample[metric_name], _NUMBER_TYPES):
+                if isinstance(sample[metric_name], _METRIC_NUMBER_TYPES):
                     name = _qualify_metric_name(metric_name, sample["filter"], task_samples[0]["filter"])
                     row[name] = float(sample[metric_name])
     return build_table_from_rows(list(rows.values())).sort_by([("task", "ascending"), ("doc_id", "ascending")])
@@ -59,19 +59,19 @@ def build_table_from_rows(item_rows: list[dict[str, Any]]) -> pa.Table:
     return pa.Table.from_pylist(item_rows, schema=table_schema)
 
 
-def select_sample_records(samples: Mapping[str, list[dict[str, Any]]], max_records: int) -> list[dict[str, JsonValue]]:
-    """Return the first `max_records` generated texts of each task, as lines of `samples.jsonl`: prompt, reference,
+def select_sample_records(samples: Mapping[str, list[dict[str, Any]]], max_per_task: int) -> list[dict[str, JsonValue]]:
+    """Return the first `max_per_task` generated texts of each task, as lines of `samples.jsonl`: prompt, reference,
     completion and, as reward, the first metric that is a number."""
     sample_records: list[dict[str, JsonValue]] = []
     for task_samples in samples.values():
         first_filter = task_samples[0]["filter"]
         text_samples = [each for each in task_samples if each["filter"] == first_filter and _is_generated_text(each)]
-        for sample in text_samples[:max_records]:
+        for sample in text_samples[:max_per_task]:
             metric_values = (sample[metric_name] for metric_name in sample["metrics"])
-            reward = next((float(value) for value in metric_values if isinstance(value, _NUMBER_TYPES)), None)
+            reward = next((float(value) for value in metric_values if isinstance(value, _METRIC_NUMBER_TYPES)), None)
             prompt = str(next(iter(sample["arguments"]))[0])
-            text_fields = {"prompt": prompt, "reference": str(sample["target"]), "completion": sample["resps"][0][0]}
-            sample_records.append({"step": 0, **text_fields, "reward": reward})
+            record_texts = {"prompt": prompt, "reference": str(sample["target"]), "completion": sample["resps"][0][0]}
+            sample_records.append({"step": 0, **record_texts, "reward": reward})
     return sample_records
 
 
@@ -81,9 +81,9 @@ def describe_tasks(results: Mapping[str, Any]) -> dict[str, JsonValue]:
     task_descriptions: dict[str, JsonValue] = {}
     for task, task_config in results["configs"].items():
         settings = {name: task_config[name] for name in _TASK_SETTING_NAMES if task_config.get(name) is not None}
-        run_settings = {"version": results["versions"].get(task), "num_fewshot": results["n-shot"].get(task)}
+        task_settings = {"version": results["versions"].get(task), "num_fewshot": results["n-shot"].get(task)}
         num_items = results["n-samples"].get(task, {}).get("effective")
-        task_descriptions[task] = json.loads(json.dumps(run_settings | {"items": num_items} | settings, default=str))
+        task_descriptions[task] = json.loads(json.dumps(task_settings | {"items": num_items} | settings, default=str))
     return task_descriptions
 
 
@@ -92,8 +92,8 @@ def _qualify_metric_name(metric_name: str, filter_name: str, first_filter: str) 
 
 
 def _get_response_text(sample: Mapping[str, Any]) -> str:
-    first_responses = [response_choices[0] for response_choices in sample["resps"]]
-    return first_responses[0] if _is_generated_text(sample) else json.dumps(first_responses, default=str)
+    response_texts = [response_choices[0] for response_choices in sample["resps"]]
+    return response_texts[0] if _is_generated_text(sample) else json.dumps(response_texts, default=str)
 
 
 def _is_generated_text(sample: Mapping[str, Any]) -> bool:

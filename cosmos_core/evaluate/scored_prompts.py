@@ -42,8 +42,8 @@ class ScoredPrompt:
         """Return the rewards of the samples in a scored group, which are the samples of one prompt."""
         errors = [(score.error, score.is_permanent_error) for score in scored_group.scores if score.value is None]
         rewards = [dict(score.metrics) for score in scored_group.scores]
-        first_error, is_permanent_error = errors[0] if errors else ("", False)
-        return cls(set_name, scored_group.group.prompt.id, rewards, len(errors), first_error, is_permanent_error)
+        first_reward_error, is_permanent_error = errors[0] if errors else ("", False)
+        return cls(set_name, scored_group.group.prompt.id, rewards, len(errors), first_reward_error, is_permanent_error)
 
     def mean_rewards(self) -> dict[str, float]:
         """Return the mean of each reward over the prompt's samples for which it is valid, by reward function."""
@@ -75,16 +75,16 @@ def average_scores(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for set_name in dict.fromkeys(item.set_name for item in scored_prompts):
         scores_of_set = [item for item in scored_prompts if item.set_name == set_name]
-        prompt_means = [item.mean_rewards() for item in scores_of_set]
-        reward_names = dict.fromkeys(reward_name for reward_values in prompt_means for reward_name in reward_values)
+        prompt_rewards = [item.mean_rewards() for item in scores_of_set]
+        reward_names = dict.fromkeys(reward_name for mean_rewards in prompt_rewards for reward_name in mean_rewards)
         if not reward_names:
             error_text = f"no sample of prompt set {set_name!r} has a valid reward; the first: {scores_of_set[0].error}"
             raise RewardError(error_text) if scores_of_set[0].is_permanent_error else StageFailed(error_text)
         for reward_name in reward_names:
-            reward_values = [item[reward_name] for item in prompt_means if reward_name in item]
-            metrics[f"evaluation/{set_name}/{reward_name}"] = float(np.mean(reward_values))
-            if len(reward_values) > 1:
-                standard_error = float(np.std(reward_values, ddof=1)) / math.sqrt(len(reward_values))
+            mean_rewards = [item[reward_name] for item in prompt_rewards if reward_name in item]
+            metrics[f"evaluation/{set_name}/{reward_name}"] = float(np.mean(mean_rewards))
+            if len(mean_rewards) > 1:
+                standard_error = float(np.std(mean_rewards, ddof=1)) / math.sqrt(len(mean_rewards))
                 metrics[f"evaluation/{set_name}/{reward_name}_stderr"] = standard_error
         metrics[f"evaluation/{set_name}/invalid"] = float(sum(item.num_invalid for item in scores_of_set))
     return metrics
@@ -96,9 +96,9 @@ def to_item_table(scored_prompts: Sequence[ScoredPrompt], prompt_sets: Mapping[s
     item_rows: list[dict[str, Any]] = []
     for scored_prompt in scored_prompts:
         prompt = prompt_sets[scored_prompt.set_name][scored_prompt.id]
-        item_hashes = {"doc_hash": _hash_json([prompt.text, prompt.metadata]), "prompt_hash": _hash_json(prompt.text)}
+        hash_columns = {"doc_hash": _hash_json([prompt.text, prompt.metadata]), "prompt_hash": _hash_json(prompt.text)}
         item_id_columns = {"task": scored_prompt.set_name, "doc_id": scored_prompt.id}
-        item_rows.append({**scored_prompt.mean_rewards(), **item_id_columns, **item_hashes, "response": ""})
+        item_rows.append({**scored_prompt.mean_rewards(), **item_id_columns, **hash_columns, "response": ""})
     return build_table_from_rows(item_rows)
 
 

@@ -54,11 +54,11 @@ def load_text_rows(folder: Path, max_length: int) -> tuple[str, list[TokenIds]]:
     id_rows = rows_table[id_columns[0]] if id_columns else ()
     ids_and_image_counts = zip(id_rows, RowImages(rows_table).num_images, strict=False)
     token_id_rows = (ids.as_py() for ids, num_images in ids_and_image_counts if not num_images)
-    truncated_rows = (row[: min(MAX_COMPARED_TOKENS, max_length - 1)] for row in token_id_rows if len(row) > 1)
-    selected_rows = list(islice(truncated_rows, MAX_COMPARED_ROWS))
-    if not selected_rows:
+    truncated_token_ids = (row[: min(MAX_COMPARED_TOKENS, max_length - 1)] for row in token_id_rows if len(row) > 1)
+    compared_token_ids = list(islice(truncated_token_ids, MAX_COMPARED_ROWS))
+    if not compared_token_ids:
         raise DataError(f"{folder} has no rows of text with which exports could be compared; set data of the export")
-    return split_name, selected_rows
+    return split_name, compared_token_ids
 
 
 def save_logprobs(model_folder: Path, use_vllm: bool, rows: Sequence[TokenIds], target_folder: Path) -> None:
@@ -73,24 +73,24 @@ def measure_divergence(folder: Path, use_vllm: bool, rows: Sequence[TokenIds], r
     """Return the divergence of the quantised model in `folder` from the exported model, whose log-probabilities are in
     `reference_folder`. Raise `StageFailed` if the divergence is not less than that of a uniform distribution: the
     quantised model is broken."""
-    row_kl_sums, token_counts, uniform_kl_sum, num_same_top_tokens = [], [], 0.0, 0
+    kl_sum_by_row, token_counts, uniform_kl_sum, num_same_top_tokens = [], [], 0.0, 0
     for row_index, logprobs_TV in enumerate(_compute_logprobs(folder, use_vllm, rows)):
         reference_logprobs_TV = torch.from_numpy(np.load(reference_folder / f"{row_index}.npy")).double()
         kl_T = (reference_logprobs_TV.exp() * (reference_logprobs_TV - logprobs_TV.double())).sum(-1)
         entropy_T = -(reference_logprobs_TV.exp() * reference_logprobs_TV).sum(-1)
-        row_kl_sums.append(float(kl_T.sum()))
+        kl_sum_by_row.append(float(kl_T.sum()))
         token_counts.append(len(kl_T))
         uniform_kl_sum += float((math.log(reference_logprobs_TV.shape[-1]) - entropy_T).sum())
         num_same_top_tokens += int((reference_logprobs_TV.argmax(-1) == logprobs_TV.argmax(-1)).sum())
     num_tokens = sum(token_counts)
-    row_mean_kls = np.array(row_kl_sums) / np.array(token_counts)
+    row_mean_kls = np.array(kl_sum_by_row) / np.array(token_counts)
     standard_error = float(row_mean_kls.std(ddof=1) / math.sqrt(len(row_mean_kls))) if len(row_mean_kls) > 1 else 0.0
-    kl, uniform_kl = sum(row_kl_sums) / num_tokens, uniform_kl_sum / num_tokens
+    kl, uniform_kl = sum(kl_sum_by_row) / num_tokens, uniform_kl_sum / num_tokens
     divergence = Divergence(kl, standard_error, num_same_top_tokens / num_tokens, uniform_kl, num_tokens)
     if not divergence.kl < divergence.uniform_kl:  # unlike `>=`, `not <` is also True for NaN
-        kl_text = f"its divergence from the exported model is {divergence.kl:.3g} nats per token"
-        uniform_text = f"that of the uniform distribution {divergence.uniform_kl:.3g}: it is another model"
-        raise StageFailed(f"{kl_text}, {uniform_text}")
+        divergence_text = f"its divergence from the exported model is {divergence.kl:.3g} nats per token"
+        uniform_kl_text = f"that of the uniform distribution {divergence.uniform_kl:.3g}: it is another model"
+        raise StageFailed(f"{divergence_text}, {uniform_kl_text}")
     return divergence
 
 

@@ -132,8 +132,8 @@ def _find_prepared_rows(stage: Stage) -> Path:
     if stage.data is not None:
         return stage.data
     source_stage = referenced_stage(stage.config.model)
-    upstream_results = [stage.inputs[name] for name in sorted(stage.inputs, key=lambda name: name != source_stage)]
-    for stage_result in upstream_results:
+    results_to_search = [stage.inputs[name] for name in sorted(stage.inputs, key=lambda name: name != source_stage)]
+    for stage_result in results_to_search:
         with suppress(ConfigError):
             upstream_stage = load_stage(find_source_stage(Path(stage_result["path"])))
             if upstream_stage.kind.trains_model and upstream_stage.data is not None:
@@ -144,12 +144,12 @@ def _find_prepared_rows(stage: Stage) -> Path:
                         f'"stage:NAME" of a prepare stage in this pipeline'
                     )
                 return upstream_stage.data
-            upstream_results += upstream_stage.inputs.values()
+            results_to_search += upstream_stage.inputs.values()
     problem = "no training comes before it, with whose rows the formats could be compared"
     raise DataError(f'stage {stage.name!r}: {problem}; set data = "stage:NAME" of a prepare stage')
 
 
-def _load_outcome_or_run(stage: Stage, operation_name: str, operation: Callable[[], Outcome]) -> Outcome:
+def _load_outcome_or_run(stage: Stage, operation_name: str, run_operation: Callable[[], Outcome]) -> Outcome:
     """Return the outcome (outputs and metrics) of an operation of an export stage. The operation runs only if no
     earlier attempt of the stage has saved its outcome."""
     outcome_file = stage.path / "done" / f"{operation_name}.json"
@@ -157,17 +157,17 @@ def _load_outcome_or_run(stage: Stage, operation_name: str, operation: Callable[
     outputs = tuple(saved_outcome.get("outputs", ()))
     if saved_outcome.get("fingerprint") == stage.fingerprint and all((stage.path / path).exists() for path in outputs):
         return Outcome(outputs, saved_outcome["metrics"], saved_outcome["info"])
-    new_outcome = operation()
+    outcome = run_operation()
     outcome_file.parent.mkdir(exist_ok=True)
-    write_json(outcome_file, {"fingerprint": stage.fingerprint, **asdict(new_outcome)})
-    return new_outcome
+    write_json(outcome_file, {"fingerprint": stage.fingerprint, **asdict(outcome)})
+    return outcome
 
 
 def _write_quantized_model(stage: Stage, plan: QuantPlan, unquantized_outcome: Outcome) -> Outcome:
     """Quantise the unquantised model to the format of a plan. The model is written to a temporary folder, which is
     renamed when it is complete."""
-    relative_folder = f"{plan.format_name}/step_{unquantized_outcome.info['step']}"
-    target_folder = stage.path / relative_folder
+    output_folder_name = f"{plan.format_name}/step_{unquantized_outcome.info['step']}"
+    target_folder = stage.path / output_folder_name
     incomplete_folder = target_folder.with_name(f".{stage.fingerprint[:16]}.partial")
     shutil.rmtree(target_folder, ignore_errors=True)
     stage.progress.phase("export")
@@ -191,7 +191,7 @@ def _write_quantized_model(stage: Stage, plan: QuantPlan, unquantized_outcome: O
         quantize_folder(unquantized_folder, incomplete_folder, plan.quant_scheme, plan.linear_layers, on_file_quantized)
     incomplete_folder.rename(target_folder)
     num_bytes = sum(file.stat().st_size for file in target_folder.iterdir() if file.suffix in {".safetensors", ".gguf"})
-    return Outcome((relative_folder,), {f"export/{plan.format_name}/bytes": float(num_bytes)})
+    return Outcome((output_folder_name,), {f"export/{plan.format_name}/bytes": float(num_bytes)})
 
 
 def _verify_quantized_model(
@@ -276,27 +276,27 @@ def _run_benchmarks(model_folder: Path, stage_path: Path, scratch_folder: Path) 
 def _build_card_section(quant_plan: QuantPlan, verification_outcome: Outcome, split_name: str, num_rows: int) -> str:
     metric_prefix = f"export/{quant_plan.format_name}/"
     plan_metrics = {name.removeprefix(metric_prefix): value for name, value in verification_outcome.metrics.items()}
-    split_label = "held-out" if split_name == VALIDATION_SPLIT else "training"
+    split_text = "held-out" if split_name == VALIDATION_SPLIT else "training"
     quantization_method_text = f"rounded to nearest, by compressed-tensors {version('compressed-tensors')}"
-    loading_text, engine_text = f"Loaded by vLLM {vllm_version()}", ""
+    loading_text, comparison_engine_text = f"Loaded by vLLM {vllm_version()}", ""
     if quant_plan.linear_layers is None:
         quantization_method_text = "converted by llama.cpp"
         loading_text = f"Loaded by transformers {version('transformers')}"
     elif quant_plan.unsupported_reason:
-        loading_text, engine_text = f"**Unproven**: {quant_plan.unsupported_reason}", ", by transformers"
+        loading_text, comparison_engine_text = f"**Unproven**: {quant_plan.unsupported_reason}", ", by transformers"
     card_lines = [
         "", f"## Quantised: `{quant_plan.format_name}`", "",
         f"- {quant_plan.description}, {quantization_method_text}",
         f"- {loading_text}",
         f"- Divergence KL(bf16 || {quant_plan.format_name}): {plan_metrics['kl']:.3g} nats per token (standard error "
-        f"{plan_metrics['kl_stderr']:.2g}) on {verification_outcome.info['tokens']} tokens of {num_rows} {split_label} "
-        f"rows{engine_text}",
+        f"{plan_metrics['kl_stderr']:.2g}) on {verification_outcome.info['tokens']} tokens of {num_rows} {split_text} "
+        f"rows{comparison_engine_text}",
         f"- The most likely token is that of bf16 for {plan_metrics['same_top_token']:.2%} of them", "",
     ]  # fmt: skip
     if score_drops := {name: value for name, value in plan_metrics.items() if name.startswith("lost/")}:
         card_lines += [f"| benchmark | bf16 | {quant_plan.format_name} | lost |", "|---|---|---|---|"]
     for name, score_drop in score_drops.items():
         benchmark_score = plan_metrics[_BENCHMARK_PREFIX + name.removeprefix("lost/")]
-        table_cells = f"{benchmark_score + score_drop:.4g} | {benchmark_score:.4g} | {score_drop:.4g}"
-        card_lines.append(f"| {name.removeprefix('lost/')} | {table_cells} |")
+        benchmark_cells = f"{benchmark_score + score_drop:.4g} | {benchmark_score:.4g} | {score_drop:.4g}"
+        card_lines.append(f"| {name.removeprefix('lost/')} | {benchmark_cells} |")
     return "\n".join([*card_lines, ""])

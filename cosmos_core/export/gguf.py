@@ -26,26 +26,26 @@ def find_gguf_problem() -> str:
     return ""
 
 
-def write_gguf(source_folder: Path, target_folder: Path, on_poll: Callable[[], None]) -> None:
+def write_gguf(source_folder: Path, target_folder: Path, on_converter_poll: Callable[[], None]) -> None:
     """Write the model in `source_folder` to `target_folder` as a bfloat16 GGUF file, with the converter of llama.cpp.
-    `on_poll` is called every second until the converter has ended, and can raise an error to stop it. Raise
+    `on_converter_poll` is called every second until the converter has ended, and can raise an error to stop it. Raise
     `StageFailed` if the converter fails."""
     target_folder.mkdir(parents=True)
     converter_command = [sys.executable, str(shutil.which(CONVERTER_PROGRAM)), str(source_folder), "--outtype", "bf16"]
     with tempfile.TemporaryFile() as log_file:
-        converter = subprocess.Popen(
+        converter_process = subprocess.Popen(
             [*converter_command, "--outfile", str(target_folder / GGUF_FILE)], stdout=log_file, stderr=log_file
         )
         try:
-            while converter.poll() is None:
-                on_poll()
+            while converter_process.poll() is None:
+                on_converter_poll()
                 with suppress(subprocess.TimeoutExpired):
-                    converter.wait(_POLL_INTERVAL_SECONDS)
+                    converter_process.wait(_POLL_INTERVAL_SECONDS)
         finally:
-            converter.kill()
-            converter.wait()
+            converter_process.kill()
+            converter_process.wait()
         log_file.seek(0)
         log_lines = log_file.read().decode(errors="replace").split("\n")
-    if converter.returncode or not (target_folder / GGUF_FILE).is_file():
+    if converter_process.returncode or not (target_folder / GGUF_FILE).is_file():
         last_log_line = next((line.strip() for line in reversed(log_lines) if line.strip()), "it wrote no file")
-        raise StageFailed(f"{CONVERTER_PROGRAM} failed with exit code {converter.returncode}: {last_log_line}")
+        raise StageFailed(f"{CONVERTER_PROGRAM} failed with exit code {converter_process.returncode}: {last_log_line}")

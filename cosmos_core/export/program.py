@@ -18,8 +18,8 @@ def check(stage: Stage) -> Outcome:
     check_outcome = check_model.run(stage)
     if not stage.recipe.export.quantized_formats:
         return check_outcome
-    format_lines = [plan.description for plan in _import_formats_module().plan_quantized_formats(stage)]
-    model_description = "; ".join([str(check_outcome.info["found"]), *format_lines])
+    format_descriptions = [plan.description for plan in _import_formats_module().plan_quantized_formats(stage)]
+    model_description = "; ".join([str(check_outcome.info["found"]), *format_descriptions])
     return replace(check_outcome, info={**check_outcome.info, "found": model_description})
 
 

@@ -35,7 +35,7 @@ _FORMAT_PRESETS = {
 """Quantisation preset and tensor layout of compressed-tensors, by the name of the format in `export.formats`."""
 _GROUP_SIZES = (128, 64, 32)
 """Numbers of weights per quantisation group that vLLM's kernels support, the preferred number first."""
-_WEIGHT_SIZE_MULTIPLE = 32
+_DIMENSION_MULTIPLE = 32
 """Number by which both dimensions of a 4-bit weight must be divisible, for vLLM's kernels."""
 _WEIGHTS_PER_CHUNK = 1 << 23
 """Maximum number of elements of a weight tensor that are quantised at once, which limits the memory."""
@@ -58,50 +58,50 @@ def find_layers(model: PreTrainedModel) -> LinearLayers:
     device. Raise `ModelError` if the model has experts, or no linear layers in decoder blocks."""
     path = find_layers_path(model)
     linear_modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    block_layers = {name: module for name, module in linear_modules.items() if path and name.startswith(f"{path}.")}
+    block_linears = {name: module for name, module in linear_modules.items() if path and name.startswith(f"{path}.")}
     model_class_name = type(model).__name__
     expert_names = [n for n, p in model.named_parameters() if path and n.startswith(f"{path}.") and p.ndim == 3]
-    expert_names += [name for name in block_layers if ".experts." in name]
+    expert_names += [name for name in block_linears if ".experts." in name]
     if expert_names:
         problem = f"is a mixture of experts ({expert_names[0]}), whose fused weights are not quantised"
         raise ModelError(f"{model_class_name} {problem}; leave the quantised formats out of export.formats")
-    if not block_layers:
+    if not block_linears:
         raise ModelError(f"{model_class_name} has no linear layers in decoder blocks to quantise; see export.formats")
     # Match weights by identity, because they may have other names in the exported files than in the modules.
     saved_tensors = revert_weight_conversion(model, dict(model.state_dict(keep_vars=True)))
     key_by_tensor_id = {id(tensor): key for key, tensor in saved_tensors.items()}
-    module_names = {key_by_tensor_id[id(module.weight)]: name for name, module in block_layers.items()}
-    weight_shapes = {key: tuple(block_layers[name].weight.shape) for key, name in module_names.items()}
-    return LinearLayers(module_names, weight_shapes, [name for name in linear_modules if name not in block_layers])
+    module_names = {key_by_tensor_id[id(module.weight)]: name for name, module in block_linears.items()}
+    weight_shapes = {key: tuple(block_linears[name].weight.shape) for key, name in module_names.items()}
+    return LinearLayers(module_names, weight_shapes, [name for name in linear_modules if name not in block_linears])
 
 
 def make_quant_scheme(format_name: str, linear_layers: LinearLayers) -> QuantizationScheme:
     """Return the scheme of compressed-tensors for a quantised format. The format `w4a16` gets the largest group size
     that divides the input size of every layer. Raise `ModelError` if a weight with groups has a dimension that is not a
-    multiple of `_WEIGHT_SIZE_MULTIPLE`."""
+    multiple of `_DIMENSION_MULTIPLE`."""
     preset_name, tensor_layout = _FORMAT_PRESETS[format_name]
     scheme = preset_name_to_scheme(preset_name, ["Linear"])
     scheme.format = tensor_layout
     if scheme.weights.group_size is None:
         return scheme
     for key, shape in linear_layers.weight_shapes.items():
-        if any(dimension % _WEIGHT_SIZE_MULTIPLE for dimension in shape):
-            problem = f"{list(shape)}, and both sizes must be multiples of {_WEIGHT_SIZE_MULTIPLE}"
+        if any(dimension % _DIMENSION_MULTIPLE for dimension in shape):
+            problem = f"{list(shape)}, and both sizes must be multiples of {_DIMENSION_MULTIPLE}"
             remedy = f"leave {format_name!r} out of export.formats"
             raise ModelError(f"{format_name}: {key} has the shape {problem}; {remedy}")
-    input_size_divisor = math.gcd(*(shape[-1] for shape in linear_layers.weight_shapes.values()))
-    scheme.weights.group_size = next(size for size in _GROUP_SIZES if input_size_divisor % size == 0)
+    common_input_divisor = math.gcd(*(shape[-1] for shape in linear_layers.weight_shapes.values()))
+    scheme.weights.group_size = next(size for size in _GROUP_SIZES if common_input_divisor % size == 0)
     return scheme
 
 
 def describe_format(format_name: str, scheme: QuantizationScheme, layers: LinearLayers) -> str:
     """Return a line about a quantised format: the number of quantised layers, the number of weights per group, and the
     reason if this is not the preferred number."""
-    layers_text, size = f"{format_name}: {len(layers.module_names)} linear layers quantised", scheme.weights.group_size
+    format_text, size = f"{format_name}: {len(layers.module_names)} linear layers quantised", scheme.weights.group_size
     if size is None:
-        return layers_text
+        return format_text
     reason = "" if size == _GROUP_SIZES[0] else f", because {_GROUP_SIZES[0]} does not divide the inputs of all layers"
-    return f"{layers_text}, groups of {size} weights{reason}"
+    return f"{format_text}, groups of {size} weights{reason}"
 
 
 def quantize_folder(
@@ -129,11 +129,11 @@ def quantize_folder(
         elif other_file.suffix != ".safetensors" and other_file.name != _INDEX_FILE:
             shutil.copyfile(other_file, target_folder / other_file.name)
     if (source_folder / _INDEX_FILE).exists():
-        target_files, weight_map = [target_folder / Path(file).name for file in weight_paths], dict[str, str]()
-        for target_file in target_files:
+        target_weight_files, weight_map = [target_folder / Path(file).name for file in weight_paths], dict[str, str]()
+        for target_file in target_weight_files:
             with safe_open(target_file, framework="pt") as reader:
                 weight_map |= dict.fromkeys(reader.keys(), target_file.name)
-        total_size = sum(target_file.stat().st_size for target_file in target_files)
+        total_size = sum(target_file.stat().st_size for target_file in target_weight_files)
         weight_index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(target_folder / _INDEX_FILE, weight_index)
     quantization_config = QuantizationConfig(
@@ -146,7 +146,7 @@ def quantize_folder(
 
 def _quantize_file(file: Path, target_file: Path, scheme: QuantizationScheme, linear_layers: LinearLayers) -> None:
     """Write one weight file with its linear layers quantised, under a temporary name until the file is complete."""
-    output_tensors: dict[str, Tensor] = {}
+    saved_tensors: dict[str, Tensor] = {}
     with safe_open(file, framework="pt") as reader:
         tensor_names = list(reader.keys())
     for tensor_name in tensor_names:
@@ -154,17 +154,17 @@ def _quantize_file(file: Path, target_file: Path, scheme: QuantizationScheme, li
         with safe_open(file, framework="pt") as reader:
             tensor = reader.get_tensor(tensor_name)
             if tensor_name not in linear_layers.module_names:
-                output_tensors[tensor_name] = tensor.clone()
+                saved_tensors[tensor_name] = tensor.clone()
                 continue
             quantized_tensors = quantize_weight(tensor, scheme)
-        for quantized_name, quantized_tensor in quantized_tensors.items():
-            output_tensors[f"{tensor_name.removesuffix('weight')}{quantized_name}"] = quantized_tensor
+        for tensor_suffix, quantized_tensor in quantized_tensors.items():
+            saved_tensors[f"{tensor_name.removesuffix('weight')}{tensor_suffix}"] = quantized_tensor
         del tensor
-    partial_file = target_file.with_suffix(".partial")
-    with open(partial_file, "wb") as output_file:
-        for block in safetensors_blocks(output_tensors, {"format": "pt"}):
+    partial_weight_file = target_file.with_suffix(".partial")
+    with open(partial_weight_file, "wb") as output_file:
+        for block in safetensors_blocks(saved_tensors, {"format": "pt"}):
             output_file.write(block)
-    partial_file.rename(target_file)
+    partial_weight_file.rename(target_file)
 
 
 def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
@@ -174,13 +174,13 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Ten
     """
     compressor = BaseCompressor.get_value_from_registry(str(scheme.format))
     rows_per_chunk = max(1, _WEIGHTS_PER_CHUNK // weight.shape[1])
-    packed_chunks: list[Mapping[str, Any]] = []
+    compressed_chunks: list[Mapping[str, Any]] = []
     for weight_rows in weight.split(rows_per_chunk):
         float_rows = weight_rows.float()
-        weight_groups = float_rows.unflatten(1, (-1, scheme.weights.group_size or weight.shape[1]))
-        weight_scale, zero_point = calculate_qparams(weight_groups.amin(-1), weight_groups.amax(-1), scheme.weights)
+        grouped_weights = float_rows.unflatten(1, (-1, scheme.weights.group_size or weight.shape[1]))
+        weight_scale, zero_point = calculate_qparams(grouped_weights.amin(-1), grouped_weights.amax(-1), scheme.weights)
         weight_scale = weight_scale.to(weight.dtype)
         unpacked_tensors = {"weight": float_rows, "weight_scale": weight_scale.float(), "weight_zero_point": zero_point}
-        packed_chunks.append({**compressor.compress(unpacked_tensors, scheme), "weight_scale": weight_scale})
-    packed_tensors = {name: torch.cat([chunk[name] for chunk in packed_chunks]) for name in packed_chunks[0]}
+        compressed_chunks.append({**compressor.compress(unpacked_tensors, scheme), "weight_scale": weight_scale})
+    packed_tensors = {name: torch.cat([chunk[name] for chunk in compressed_chunks]) for name in compressed_chunks[0]}
     return packed_tensors | ({"weight_shape": torch.tensor(weight.shape)} if "weight_shape" in packed_tensors else {})

@@ -93,22 +93,22 @@ def parse_tool_calls(turn_text: str) -> list[ToolCall]:
     return tool_calls
 
 
-def _parse_tool_call(turn_text: str, call_start: int) -> tuple[ToolCall, int]:
+def _parse_tool_call(turn_text: str, call_start_index: int) -> tuple[ToolCall, int]:
     """Return the tool call that begins at a position of a text, and the position after the call. The JSON parser
     determines the end of the call, because a string in the JSON can contain the end tag."""
-    json_start = call_start + len(turn_text[call_start:]) - len(turn_text[call_start:].lstrip())
+    json_start = call_start_index + len(turn_text[call_start_index:]) - len(turn_text[call_start_index:].lstrip())
     try:
-        decoded_call, json_end = _JSON_DECODER.raw_decode(turn_text, json_start)
-        end_tag_start = json_end + len(turn_text[json_end:]) - len(turn_text[json_end:].lstrip())
+        decoded_call, end_of_json = _JSON_DECODER.raw_decode(turn_text, json_start)
+        end_tag_start = end_of_json + len(turn_text[end_of_json:]) - len(turn_text[end_of_json:].lstrip())
         if not turn_text.startswith(_CALL_END_TAG, end_tag_start):
             has_end_tag = _CALL_END_TAG in turn_text[end_tag_start:]
             raise ValueError("more than one JSON value" if has_end_tag else f"no {_CALL_END_TAG} behind it")
         return _make_tool_call(decoded_call), end_tag_start + len(_CALL_END_TAG)
     except (ValueError, RecursionError) as error:
         parse_error = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        end_tag_start = turn_text.find(_CALL_END_TAG, call_start)
-        call_end = len(turn_text) if end_tag_start < 0 else end_tag_start + len(_CALL_END_TAG)
-        return ToolCall("", error=f"the tool call cannot be read: {parse_error}"), call_end
+        end_tag_start = turn_text.find(_CALL_END_TAG, call_start_index)
+        call_end_index = len(turn_text) if end_tag_start < 0 else end_tag_start + len(_CALL_END_TAG)
+        return ToolCall("", error=f"the tool call cannot be read: {parse_error}"), call_end_index
 
 
 def _make_tool_call(decoded_call: Any) -> ToolCall:

@@ -93,10 +93,10 @@ class ToolRunner(WorkerPool):
             return _make_error_result(f"there is no tool {call.name!r}; there are: {tool_names}")
         return None
 
-    def _collect_call_result(self, tool_name: str, future: Future[ToolResult]) -> ToolResult | None:
+    def _collect_call_result(self, tool_name: str, call_future: Future[ToolResult]) -> ToolResult | None:
         """Return the result of a tool call that has ended; None: the process pool broke before the call began."""
         try:
-            return future.result(timeout=0)
+            return call_future.result(timeout=0)
         except BrokenProcessPool:
             return None
         except (ProcessExpired, TimeoutError) as error:

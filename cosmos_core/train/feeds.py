@@ -171,7 +171,7 @@ class RowFeed(SampleFeed):
         samples = prefetched[1].result() if prefetched and prefetched[0] == step else self._read_samples(step)
         if self._prefetch_executor and step + 1 != self.total_steps:
             self._prefetched_step_and_samples = step + 1, self._prefetch_executor.submit(self._read_samples, step + 1)
-        epoch = self._balanced_plan.epochs_done(step) if self._balanced_plan else (step + 1) / self.steps_per_epoch
+        epoch = self._balanced_plan.num_epochs_done(step) if self._balanced_plan else (step + 1) / self.steps_per_epoch
         return samples, {"epoch": epoch}
 
     def set_rows_per_pass(self, rows_per_pass: int) -> None:

@@ -135,9 +135,9 @@ def _add_service_variables(stage: Stage, program: Callable[..., Any]) -> Callabl
     return properties_module.with_environment(properties_module.service_environment(variable_names), program)
 
 
-def run_rank(stage_path: Path, stage_program: Callable[..., Outcome], rank_messages: Any) -> Outcome:
+def run_rank(stage_path: Path, stage_program: Callable[..., Outcome], messages_to_parent: Any) -> Outcome:
     """Run the program of a stage on this rank. Only the first rank logs below WARNING and writes shared files.
-    `rank_messages` delivers a request to stop and the actors of the rollout engines."""
+    `messages_to_parent` delivers a request to stop and the actors of the rollout engines."""
     from cosmos_core.parallel.mesh import all_gather_object, is_first_rank
 
     _configure_rank_logging(is_first_rank=is_first_rank())
@@ -146,11 +146,11 @@ def run_rank(stage_path: Path, stage_program: Callable[..., Outcome], rank_messa
     mask_stage_secrets(stage)
 
     def wait_for_stop_request() -> None:
-        rank_messages.wait()
+        messages_to_parent.wait()
         stage.stop_requested = True
 
     threading.Thread(target=wait_for_stop_request, daemon=True).start()
-    stage.engines = rank_messages.actors
+    stage.engines = messages_to_parent.actors
     properties_by_rank = all_gather_object(asdict(measure_machine(RECORDED_LIBRARIES)))
     with raise_disk_full(stage_path):
         if is_first_rank():
@@ -214,11 +214,11 @@ def _convert_user_code_error(error: Exception, recipe: Recipe) -> Exception:
 
 def _report_hardware(stage: Stage, properties_by_rank: Sequence[MachineProperties]) -> None:
     write_json(stage.path / "facts.json", list(map(asdict, properties_by_rank)))  # by rank, for the report
-    precision_text, train_config = "", stage.recipe.train
+    supported_precisions_text, train_config = "", stage.recipe.train
     if stage.kind.trains_model:
-        precision_text = f", {train_config.master_dtype} weights, computes in {train_config.param_dtype}"
-    machines_text = formatting.describe_machines(properties_by_rank)
-    logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, machines_text, precision_text)
+        supported_precisions_text = f", {train_config.master_dtype} weights, computes in {train_config.param_dtype}"
+    machine_list_text = formatting.describe_machines(properties_by_rank)
+    logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, machine_list_text, supported_precisions_text)
 
 
 def _run_with_metrics(stage: Stage, stage_program: Callable[..., Outcome]) -> Outcome:

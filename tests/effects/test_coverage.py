@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cosmos_core.config import describe
-from cosmos_core.config.describe import KeyDescription, all_keys
+from cosmos_core.config.describe import KeyDescription, list_keys
 from cosmos_core.config.schema.table import Table
 from tests.effects.change import Change
 
@@ -23,7 +23,7 @@ def listed() -> dict[str, list[str]]:
 
 
 def used() -> list[KeyDescription]:
-    return [key for key in all_keys() if key.status == "used" and not key.is_table]
+    return [key for key in list_keys() if key.status == "used" and not key.is_table]
 
 
 def changes_of(test: str) -> list[Change]:

@@ -249,10 +249,10 @@ def test_a_map_of_names_is_replaced_and_a_key_of_it_is_added(table: str) -> None
 
 
 def test_every_field_is_described_and_none_is_the_default_wherever_it_is_allowed() -> None:
-    from cosmos_core.config.describe import all_keys
+    from cosmos_core.config.describe import list_keys
     from cosmos_core.config.schema.pipeline import PipelineConfig
 
-    assert not [key.name for key in all_keys() if not key.description]
+    assert not [key.name for key in list_keys() if not key.description]
     for key, _, field in (*all_fields(Recipe), *all_fields(PipelineConfig, "pipeline.")):
         # TOML cannot say None, so it must come back by being left out; the seed is never None once checked.
         if type(None) in getattr(field.annotation, "__args__", ()) and key != "train.seed":

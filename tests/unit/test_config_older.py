@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.config.compat.translate import current_key
-from cosmos_core.config.describe import find_key
+from cosmos_core.config.describe import find_keys
 from cosmos_core.config.schema.dpo import DpoConfig
 from cosmos_core.config.schema.sft import SftConfig
 from cosmos_core.errors import ConfigError
@@ -123,10 +123,10 @@ def test_a_key_in_an_older_table_has_todays_name(key: str, now: str) -> None:
 def test_a_key_of_an_older_table_is_set_and_explained(tmp_path: Path) -> None:
     pipeline = load(tmp_path, SFT, "policy.diffusers_config.max_prompt_length=77")
     assert pipeline.recipes["sft"].policy.diffusers.max_prompt_length == 77
-    [key] = find_key("policy.diffusers_config.is_video")
+    [key] = find_keys("policy.diffusers_config.is_video")
     assert key.name == "policy.diffusers.is_video"
     with pytest.raises(ConfigError, match="does nothing in any version; it would have meant the dtype of compute"):
-        find_key("policy.diffusers_config.training_dtype")
+        find_keys("policy.diffusers_config.training_dtype")
 
 
 @pytest.mark.parametrize("stage", ["", "sft."])

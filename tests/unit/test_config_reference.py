@@ -11,7 +11,7 @@ import pytest
 from cosmos_core.config import describe
 from cosmos_core.config.compat import trl
 from cosmos_core.config.compat.translate import INEFFECTIVE_KEYS, RENAMED_KEYS
-from cosmos_core.config.describe import all_keys, explain_key, find_key
+from cosmos_core.config.describe import explain_key, find_keys, list_keys
 from cosmos_core.config.reference import render_config_reference
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -39,9 +39,9 @@ def test_every_key_has_a_row_of_all_columns() -> None:
             if line.startswith("| `")]  # fmt: skip
     assert {len(row) for row in rows} == {7}
     named = [row[0].strip(" `") for row in rows]
-    assert sorted(named) == sorted(key.name for key in all_keys() if not key.is_table or key.default)
+    assert sorted(named) == sorted(key.name for key in list_keys() if not key.is_table or key.default)
     assert all(row[1].strip() and row[4].strip() and row[5].strip() for row in rows)
-    assert [key.name for key in all_keys() if "\n" in key.default] == [], "a default is in TOML syntax on one line"
+    assert [key.name for key in list_keys() if "\n" in key.default] == [], "a default is in TOML syntax on one line"
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_the_page_for_users_of_trl_has_every_name_and_key() -> None:
     assert {name: set(keys) <= listed.get(name, set()) for name, keys in trl.KEYS_BY_TRL_NAME.items()} == dict.fromkeys(
         trl.KEYS_BY_TRL_NAME, True
     )
-    known = {key.name for key in all_keys()}
+    known = {key.name for key in list_keys()}
     leading = {name: keys for name, keys in listed.items() if keys and name.islower()}
-    assert [name for name, keys in leading.items() if not keys & {key.name for key in find_key(name)}] == []
+    assert [name for name, keys in leading.items() if not keys & {key.name for key in find_keys(name)}] == []
     assert {key for keys in (*trl.KEYS_BY_TRL_NAME.values(), *listed.values()) for key in keys} <= known
     assert [name for name in (*trl.KEYS_BY_TRL_NAME, *trl._ADVICE_BY_TRL_NAME) if name in known] == []
     for name, meaning in trl._ADVICE_BY_TRL_NAME.items():
@@ -95,19 +95,19 @@ def test_the_page_for_users_of_trl_has_every_name_and_key() -> None:
 
 
 def test_a_name_without_its_tables_shows_the_keys_of_all() -> None:
-    names = [key.name for key in find_key("temperature")]
+    names = [key.name for key in find_keys("temperature")]
     assert {"train.train_policy.temperature", "rollout.sampling_config.temperature"} <= set(names)
     assert not [line for line in explain_key("temperature", {}) if "in TRL" in line]
-    assert "pipeline.stages.model" in [key.name for key in find_key("model")]  # `[model]` of old recipes did nothing
+    assert "pipeline.stages.model" in [key.name for key in find_keys("model")]  # `[model]` of old recipes did nothing
     assert "  in TRL    learning_rate" in explain_key("learning_rate", {})
-    assert {key.name for key in find_key("epsilon")} == {"train.epsilon", "train.train_policy.epsilon_low"}
-    assert {key.name.rpartition(".")[0] for key in find_key("mask_truncated_completions")} == {"train.train_policy"}
+    assert {key.name for key in find_keys("epsilon")} == {"train.epsilon", "train.train_policy.epsilon_low"}
+    assert {key.name.rpartition(".")[0] for key in find_keys("mask_truncated_completions")} == {"train.train_policy"}
 
 
 @pytest.mark.parametrize("name", list(trl._ADVICE_BY_TRL_NAME))
 def test_a_name_of_trl_without_a_key_says_what_is_here(name: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown key; {name} of transformers and TRL is (always on|not )"):
-        find_key(name)
+        find_keys(name)
     assert (
         trl.describe_equivalent_key(f"train.train_policy.{name}")
         == f"; {name} of transformers and TRL is {trl._ADVICE_BY_TRL_NAME[name]}"
@@ -127,4 +127,4 @@ def test_status_toml_names_keys_that_the_schema_has() -> None:
 @pytest.mark.parametrize(("name", "meant"), [("train.lr", "train.optm_lr"), ("polcy", "policy")])
 def test_a_misspelt_key_is_compared_with_keys_of_its_depth(name: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: unknown key; did you mean '{meant}'"):
-        find_key(name)
+        find_keys(name)

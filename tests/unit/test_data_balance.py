@@ -94,7 +94,7 @@ def steps(seed: int = 3, batches_per_step: int = 3, num_epochs: int = 3, max_ste
 def test_every_epoch_has_every_row_once_in_steps_of_so_many_batches():
     plan = steps()
     whole = [plan.micro_batches(step) for step in range(plan.total_steps)]
-    ends = [step for step in range(plan.total_steps) if plan.epochs_done(step) == int(plan.epochs_done(step))]
+    ends = [step for step in range(plan.total_steps) if plan.num_epochs_done(step) == int(plan.num_epochs_done(step))]
     assert len(ends) == 3 and ends[0] + 1 == plan.steps_per_epoch and ends[2] + 1 == plan.total_steps
     for first, last in zip([0, *(end + 1 for end in ends)], ends, strict=False):
         epoch = whole[first : last + 1]
@@ -114,7 +114,7 @@ def test_a_step_is_the_same_whatever_was_asked_before():
 def test_no_more_is_planned_than_asked_for():
     plan = steps(max_steps=2)
     assert (plan.total_steps, plan.micro_batches(1)) == (2, steps().micro_batches(1))
-    assert plan.epochs_done(1) == pytest.approx(2 / plan.steps_per_epoch)
+    assert plan.num_epochs_done(1) == pytest.approx(2 / plan.steps_per_epoch)
 
 
 def test_padding_is_a_small_part_of_what_random_batches_have():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.base import Update, equal_batches
+from cosmos_core.algorithms.base import Update, split_equally
 from cosmos_core.algorithms.flow_credit import AdvantageSettings, FlowRollout, RewardMonitor, diffusion_advantages
 from cosmos_core.algorithms.flow_rl import FlowRl
 from cosmos_core.algorithms.registry import make_algorithm
@@ -26,7 +26,7 @@ from cosmos_core.models.families import open_pipeline
 from cosmos_core.rollout.base import EngineDenoiser, EngineSettings, generate
 from cosmos_core.rollout.flow_sampler import FlowSamplerEngine
 from cosmos_core.run.progress import ProgressWriter
-from cosmos_core.train.rollout_feed import training_sampling
+from cosmos_core.train.rollout_feed import make_training_sampling
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Completion, DiffusionSample, Group, Prompt, Score, ScoredGroup
 from tests import tiny_pipelines
@@ -97,7 +97,7 @@ class Run:
         self.trainer = Trainer(self.adapter, self.recipe.train, ProgressWriter(folder / "progress.json"))
         for name in self.recipe.train.train_policy.auxiliary_model_names:
             self.trainer.weight_sets.add(name)
-        self.sampling = training_sampling(self.recipe)
+        self.sampling = make_training_sampling(self.recipe)
         algorithm = make_algorithm(self.recipe, self.sampling)
         assert isinstance(algorithm, FlowRl)
         texts = embeddings(model, self.family)
@@ -366,7 +366,7 @@ def test_an_alarm_is_raised_when_samples_become_alike_or_a_watched_reward_falls(
         completions = tuple(Completion((), "stop", "", diffusion_sample=each) for each in drawn)
         return [ScoredGroup(Group(Prompt(0, (), "", ""), completions, 0), (Score(reward, {"judge": judge}),) * 2)]
 
-    watch = RewardMonitor(0.5, ["judge"], num_baseline_steps=1)
+    watch = RewardMonitor(0.5, ["judge"], num_steps_in_baseline=1)
     assert watch.metrics(groups(1.0, 0.5, 0.9))["watch/alarm"] == 0.0
     assert watch.metrics(groups(0.8, 0.9, 0.8)) == {
         "watch/diversity": pytest.approx(0.8), "watch/relative_diversity": pytest.approx(0.8),
@@ -374,7 +374,7 @@ def test_an_alarm_is_raised_when_samples_become_alike_or_a_watched_reward_falls(
     }  # fmt: skip
     assert watch.metrics(groups(0.4, 0.9, 0.8))["watch/alarm"] == 1.0
     assert "diversity 1 at first, 0.4 now" in caplog.text
-    other = RewardMonitor(0.5, ["judge"], num_baseline_steps=1)
+    other = RewardMonitor(0.5, ["judge"], num_steps_in_baseline=1)
     other.load_state_dict(watch.state_dict())
     assert other.metrics(groups(0.9, 0.9, 0.3))["watch/alarm"] == 1.0
     assert other.metrics(groups(0.9, 0.4, 0.3))["watch/alarm"] == 0.0  # nothing is gained by it
@@ -387,6 +387,6 @@ def test_an_alarm_is_raised_when_samples_become_alike_or_a_watched_reward_falls(
 def test_what_is_left_of_a_train_step_is_spread_over_its_optimizer_steps(
     count: int, size: int | None, sizes: list[int]
 ) -> None:
-    batches = equal_batches(count, size)
+    batches = split_equally(count, size)
     assert [batch.stop - batch.start for batch in batches] == sizes
     assert [i for batch in batches for i in range(batch.start, batch.stop)] == list(range(count))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cosmos_core.data import template_limits
-from cosmos_core.data.template_limits import limit_resources, share_timer
+from cosmos_core.data.template_limits import limit_resources, share_template_timer
 from cosmos_core.errors import ModelError
 
 
@@ -20,7 +20,7 @@ def test_each_block_of_a_shared_timer_has_its_own_time_and_the_limits_end_with_i
 ) -> None:
     monkeypatch.setattr(template_limits, "MAX_TEMPLATE_SECONDS", 1.0)
     before = signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.raises(ModelError, match=r"^the loop runs on beyond 1 s"), share_timer():
+    with pytest.raises(ModelError, match=r"^the loop runs on beyond 1 s"), share_template_timer():
         deadlines = []
         for _ in range(3):
             with limit_resources("a row"):
@@ -35,7 +35,7 @@ def test_each_block_of_a_shared_timer_has_its_own_time_and_the_limits_end_with_i
 
 
 def test_memory_is_limited_beyond_what_the_process_has_by_then() -> None:
-    with share_timer():
+    with share_template_timer():
         with limit_resources("a row"):
             pass
         held = np.zeros(1 << 30, np.uint8)  # address space without memory, which the kernel gives quickly

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings, capped_metrics, probability_ratio
+from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings, measure_capping, probability_ratio
 
 SCALES_WITH_ADVANTAGE = True
 
@@ -14,4 +14,4 @@ def aipo(loss_inputs: ObjectiveInputs, policy_settings: PolicySettings) -> tuple
     assert loss_inputs.rollout_log_ratio_BT is not None, "AIPO needs the log-probabilities of the rollouts"
     ratio_BT = probability_ratio(loss_inputs.rollout_log_ratio_BT)
     loss_BT = -ratio_BT.clamp(max=policy_settings.ratio_cap) * loss_inputs.advantages_B1 * loss_inputs.logprobs_BT
-    return loss_BT, capped_metrics(ratio_BT, loss_inputs, policy_settings)
+    return loss_BT, measure_capping(ratio_BT, loss_inputs, policy_settings)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from cosmos_core.algorithms.aggregate import Metrics
-from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings, capped_metrics, probability_ratio
+from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettings, measure_capping, probability_ratio
 
 SCALES_WITH_ADVANTAGE = True
 
@@ -12,4 +12,4 @@ def aipo_clamped(loss_inputs: ObjectiveInputs, policy_settings: PolicySettings) 
     """Return the clamped AIPO loss per token, -min(rho, ratio_cap) A, with rho = pi / pi_old and advantage A."""
     ratio_BT = probability_ratio(loss_inputs.log_ratio_BT)
     loss_BT = -ratio_BT.clamp(max=policy_settings.ratio_cap) * loss_inputs.advantages_B1
-    return loss_BT, capped_metrics(ratio_BT, loss_inputs, policy_settings)
+    return loss_BT, measure_capping(ratio_BT, loss_inputs, policy_settings)

@@ -53,7 +53,7 @@ class ObjectiveInputs:
     mask_BT: Tensor
 
 
-def capped_metrics(ratio_BT: Tensor, loss_inputs: ObjectiveInputs, policy_settings: PolicySettings) -> Metrics:
+def measure_capping(ratio_BT: Tensor, loss_inputs: ObjectiveInputs, policy_settings: PolicySettings) -> Metrics:
     """Return the metrics `clip_high...`: the fraction of tokens whose probability ratio exceeds
     `policy_settings.ratio_cap`, in total and by the sign of the advantage."""
     is_capped_BT = ratio_BT > policy_settings.ratio_cap

@@ -16,10 +16,12 @@ def dppo_tv(inputs: ObjectiveInputs, policy_settings: PolicySettings) -> tuple[T
     """Return the DPPO loss of each token, which is 0 outside the trust region. A token with an advantage above 0 is
     outside if its probability has risen by more than epsilon_high, any other token if it has fallen by more than
     epsilon_low."""
-    probability_BT, old_probability_BT = token_probabilities(inputs)
-    change_BT = probability_BT - old_probability_BT
-    max_decrease, max_increase = divergence_bounds(policy_settings)
-    is_in_trust_region_BT = torch.where(inputs.advantages_B1 > 0, change_BT <= max_increase, change_BT >= -max_decrease)
+    probability_BT, old_probability_BT = compute_token_probabilities(inputs)
+    probability_change_BT = probability_BT - old_probability_BT
+    max_probability_decrease, max_probability_increase = divergence_bounds(policy_settings)
+    is_rise_allowed_BT = probability_change_BT <= max_probability_increase
+    is_fall_allowed_BT = probability_change_BT >= -max_probability_decrease
+    is_in_trust_region_BT = torch.where(inputs.advantages_B1 > 0, is_rise_allowed_BT, is_fall_allowed_BT)
     return trust_region_loss(inputs, policy_settings, is_in_trust_region_BT)
 
 
@@ -44,7 +46,7 @@ def trust_region_loss(
     }
 
 
-def token_probabilities(loss_inputs: ObjectiveInputs) -> tuple[Tensor, Tensor]:
+def compute_token_probabilities(loss_inputs: ObjectiveInputs) -> tuple[Tensor, Tensor]:
     """Return the probability of each token under the current and the old policy, without gradient."""
     logprobs_BT = loss_inputs.logprobs_BT.detach()
     return logprobs_BT.exp(), (logprobs_BT - loss_inputs.log_ratio_BT.detach()).exp()

@@ -41,19 +41,19 @@ def with_current_keys(config_values: TomlTable, error_prefix: str, notices: list
     _keep_applicable_batch_size(config_values, notices)
     old_key_by_new_key: dict[str, str] = {}
     for old_key, new_key in _KEY_TRANSLATIONS["moved"].items():
-        old_table, old_key_name = find_parent_table(config_values, old_key)
-        if old_key_name not in old_table:
+        table_of_old_key, old_key_name = find_parent_table(config_values, old_key)
+        if old_key_name not in table_of_old_key:
             continue
-        old_value = old_table.pop(old_key_name)
-        new_table, new_key_name = find_parent_table(config_values, new_key, should_create=True)
-        new_value = new_table.get(new_key_name, old_value)
+        old_value = table_of_old_key.pop(old_key_name)
+        table_of_new_key, new_key_name = find_parent_table(config_values, new_key, should_create=True)
+        new_value = table_of_new_key.get(new_key_name, old_value)
         if new_value not in (old_value, None):
             old_text, new_value_text = f"{old_key} = {shorten_value(old_value)}", shorten_value(new_value)
             conflict_text = f"{old_text} is today's {new_key}, which says {new_value_text}"
             if other_old_key := old_key_by_new_key.get(new_key):
                 conflict_text = f"{other_old_key} = {new_value_text} and {old_text} are both today's {new_key}"
             raise ConfigError(f"{error_prefix}: {conflict_text}; keep one of them")
-        new_table[new_key_name], old_key_by_new_key[new_key] = old_value, old_key
+        table_of_new_key[new_key_name], old_key_by_new_key[new_key] = old_value, old_key
         notices.append(f"{old_key} is today's {new_key}")
     _translate_remote_reward(config_values, notices)
     _remove_ineffective_keys(config_values, INEFFECTIVE_KEYS, notices)
@@ -99,15 +99,15 @@ def _keep_applicable_batch_size(config_values: TomlTable, notices: list[str]) ->
     """If a recipe sets different values for the two older keys of the validation batch size, keep only the key that
     applies to the recipe's type of training, RL or SFT."""
     tables_and_key_names = [find_parent_table(config_values, key) for key in _VAL_BATCH_SIZE_KEYS]
-    batch_sizes = [table[name] for table, name in tables_and_key_names if name in table]
-    if len(batch_sizes) < 2 or batch_sizes[0] == batch_sizes[1]:
+    validation_batch_sizes = [table[name] for table, name in tables_and_key_names if name in table]
+    if len(validation_batch_sizes) < 2 or validation_batch_sizes[0] == validation_batch_sizes[1]:
         return
     policy_table, _ = find_parent_table(config_values, f"{_TRAIN_POLICY_KEY}.type")
     is_rl = infer_training_type(policy_table) == "grpo" if policy_table else True
     table, name = tables_and_key_names[not is_rl]
-    removed_key, kept_key = _VAL_BATCH_SIZE_KEYS[not is_rl], _VAL_BATCH_SIZE_KEYS[is_rl]
+    ignored_key, used_key = _VAL_BATCH_SIZE_KEYS[not is_rl], _VAL_BATCH_SIZE_KEYS[is_rl]
     removed_value_text = shorten_value(table.pop(name))
-    notices.append(f"{removed_key} = {removed_value_text} is ignored: {kept_key} is that of this type of training")
+    notices.append(f"{ignored_key} = {removed_value_text} is ignored: {used_key} is that of this type of training")
 
 
 def _remove_ineffective_keys(config_values: TomlTable, effect_by_key: dict[str, str], notices: list[str]) -> None:
@@ -128,9 +128,9 @@ def _translate_remote_reward(config_values: TomlTable, notices: list[str]) -> No
     reward_table, name = find_parent_table(config_values, old_key)
     if not isinstance(reward_table.get(name), dict):
         return  # leave a value that is no table unchanged, because the schema refuses it with an error
-    score_key = {"score_key": reward_table.pop("score_key")} if "score_key" in reward_table else {}
+    score_key_entry = {"score_key": reward_table.pop("score_key")} if "score_key" in reward_table else {}
     weights = reward_table.pop(name)
-    reward_table["reward_fns"] = [{"name": key, "weight": weight, **score_key} for key, weight in weights.items()]
+    reward_table["reward_fns"] = [{"name": key, "weight": weight, **score_key_entry} for key, weight in weights.items()]
     notices.append(f"{old_key} is today's {old_key}s")
 
 
@@ -158,8 +158,8 @@ def _match_stage_prefix(key: str, table_key: str) -> tuple[str, bool]:
     it. Return the prefix, or "" without a prefix, and whether the other part is `table_key` or a key below it."""
     if f"{key}.".startswith(f"{table_key}."):
         return "", True
-    stage_name, _, remaining_key = key.partition(".")
-    return f"{stage_name}.", stage_name != "custom" and f"{remaining_key}.".startswith(f"{table_key}.")
+    stage_name, _, key_below_first_name = key.partition(".")
+    return f"{stage_name}.", stage_name != "custom" and f"{key_below_first_name}.".startswith(f"{table_key}.")
 
 
 def find_parent_table(config_values: TomlTable, key: str, *, should_create: bool = False) -> tuple[TomlTable, str]:
@@ -167,6 +167,6 @@ def find_parent_table(config_values: TomlTable, key: str, *, should_create: bool
     empty table, and added to `config_values` if `should_create`; a value that is no table counts as missing."""
     *parent_table_names, name = key.split(".")
     for parent_name in parent_table_names:
-        nested_table = config_values.setdefault(parent_name, {}) if should_create else config_values.get(parent_name)
-        config_values = nested_table if isinstance(nested_table, dict) else {}
+        parent_table = config_values.setdefault(parent_name, {}) if should_create else config_values.get(parent_name)
+        config_values = parent_table if isinstance(parent_table, dict) else {}
     return config_values, name

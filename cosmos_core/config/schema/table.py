@@ -33,12 +33,12 @@ _STATUS_NOTES: dict[str, Any] = tomllib.loads(files("cosmos_core.config").joinpa
 _UNUSED_KEY_DECLARATIONS: dict[str, Any] = tomllib.loads(files(__package__).joinpath("unused.toml").read_text("utf-8"))
 
 
-def _read_notes(status_section: str) -> dict[tuple[str, str], str]:
+def _read_notes(status_name: str) -> dict[tuple[str, str], str]:
     """Return the notes in one section of `status.toml`, each by its pair of a table class name and a key; the key "*"
     stands for all keys of the table."""
     return {
         (table_name, key_name): note
-        for note, keys_by_table in _STATUS_NOTES.get(status_section, {}).items()
+        for note, keys_by_table in _STATUS_NOTES.get(status_name, {}).items()
         for table_name, key_names in keys_by_table.items()
         for key_name in key_names.split()
     }

@@ -154,7 +154,7 @@ class TokenisedKind(RowKind):
 
     is_prompt: ClassVar[bool] = False
     """Whether an engine generates completions of the rows, so that rows must be shorter than the maximum length."""
-    packer_method: ClassVar[str | None] = "sft_process_sample"
+    packer_method_name: ClassVar[str | None] = "sft_process_sample"
     """Method of a user's data packer that converts rows of this kind; None: packers do not apply to the kind."""
     has_one_response: ClassVar[bool] = True
     """Whether a row is one prompt with one response, so that two columns of text can be read as prompt and response."""

@@ -13,7 +13,7 @@ from cosmos_core.data.kinds.base import PreparedRows, StepSeed
 from cosmos_core.data.kinds.media_prompts import LOCATION_TYPE, MediaPromptsKind
 from cosmos_core.data.media_rows import MediaRows, open_media
 
-_HELD_OUT_SEED_STEP = -1
+_HELD_OUT_STEP_IN_SEED = -1
 """Value used in place of the number of the train step in the noise seeds of held-out rows."""
 
 
@@ -32,9 +32,9 @@ class NoisyRows(PreparedRows):
         self, row_ids: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None
     ) -> list[FlowSample]:
         """Return a sample for each row, with noise and a noise level; captions of held-out rows are never dropped."""
-        sample_row = self._noise_sampler.sample
-        seed_values, prompt_dropout = ((_HELD_OUT_SEED_STEP,), 0.0) if seed is None else (seed, None)
-        return [sample_row(self._rows[i], derive_seed(*seed_values, i), prompt_dropout=prompt_dropout) for i in row_ids]
+        add_noise = self._noise_sampler.sample
+        seed_parts, prompt_dropout = ((_HELD_OUT_STEP_IN_SEED,), 0.0) if seed is None else (seed, None)
+        return [add_noise(self._rows[i], derive_seed(*seed_parts, i), prompt_dropout=prompt_dropout) for i in row_ids]
 
 
 class MediaKind(MediaPromptsKind):

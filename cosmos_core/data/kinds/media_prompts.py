@@ -41,8 +41,8 @@ class MediaPromptsKind(RowKind):
         """Open the prepared prompts of a split. If rollouts start from frames of clips, each prompt comes with the clip
         that it describes."""
         starts_from_clips = self.has_media and algorithm.has_rollouts and model.diffusers.flow_rl.max_conditional_frames
-        conditioning_clips = open_media(folder, split) if starts_from_clips else None
-        return open_media_prompts(folder, split, getattr(algorithm, "response_column_name", ""), conditioning_clips)
+        conditioning_rows = open_media(folder, split) if starts_from_clips else None
+        return open_media_prompts(folder, split, getattr(algorithm, "response_column_name", ""), conditioning_rows)
 
     def open_held_out(self, folder: Path, algorithm: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
         """Return the held-out prompts, and their images or clips if training learns from them."""

@@ -63,8 +63,8 @@ class PreferencePairs(PreparedRows):
             logprobs = (0.0, 0.0) if self.reference_logprobs is None else self.reference_logprobs[i].tolist()
             images = self.chosen.images(i)  # use the same images for both completions, because the prompt shows them
             for sequences, logprob in zip((self.chosen, self.rejected), logprobs, strict=True):
-                sample_arguments: dict[str, Any] = {"micro_batch": micro_batch, "source": self.get_source_label(i)}
-                samples.append(Sample(*sequences[i], reference_logprob=logprob, images=images, **sample_arguments))
+                sample_fields: dict[str, Any] = {"micro_batch": micro_batch, "source": self.get_source_label(i)}
+                samples.append(Sample(*sequences[i], reference_logprob=logprob, images=images, **sample_fields))
         return samples
 
 
@@ -81,7 +81,7 @@ class PairsKind(TokenisedKind):
     columns: ClassVar[dict[str, pa.DataType]] = {
         "chosen_ids": IDS_TYPE, "chosen_mask": MASK_TYPE, "rejected_ids": IDS_TYPE, "rejected_mask": MASK_TYPE
     }  # fmt: skip
-    packer_method = None
+    packer_method_name = None
     has_one_response = False
     read_row_fn = staticmethod(read_preference)
 
@@ -90,12 +90,12 @@ class PairsKind(TokenisedKind):
 
     def make_record(self, tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, row: Row, location: str) -> Record:
         has_images = row_spec.image_root is not None
-        preference = self.read_row_fn(row, location, *row_spec.conversation_settings, with_images=has_images)
+        preference_pair = self.read_row_fn(row, location, *row_spec.conversation_settings, with_images=has_images)
         # Without a chat template, texts are concatenated. Images and a system prompt require a template.
         is_plain_text = not (tokenizer.chat_template or has_images or row_spec.conversation_settings[1])
         if is_plain_text and (plain_texts := read_plain_texts(row, location, ("prompt",), ("chosen",), ("rejected",))):
-            preference = Preference(plain_texts[0], *(remove_repeated_prompt(*plain_texts) or plain_texts[1:]))
-        prompt, *completions = preference
+            preference_pair = Preference(plain_texts[0], *(remove_repeated_prompt(*plain_texts) or plain_texts[1:]))
+        prompt, *completions = preference_pair
         tools = read_tools(row, location)
         check_surrogates([prompt, *completions, tools], location)
         if has_images and get_column_images(row, ("rejected_images",)) not in ([], get_column_images(row)):
@@ -121,6 +121,6 @@ class PairsKind(TokenisedKind):
             truncation_note = " up to policy.model_max_length" if is_truncated else ""
             raise SkippedRow(location, f"with equal chosen and rejected{truncation_note}")
         num_image_tokens = sum(record.counts.get("image_tokens", 0) for record in (chosen, rejected))
-        pair_counts = chosen.counts | {"truncated_rows": is_truncated, "image_tokens": num_image_tokens}
-        pair_values = (*chosen.values[:2], *rejected.values[:2], *images)
-        return Record(pair_values, chosen.has_merged_turns or rejected.has_merged_turns, pair_counts)
+        row_counts = chosen.counts | {"truncated_rows": is_truncated, "image_tokens": num_image_tokens}
+        record_values = (*chosen.values[:2], *rejected.values[:2], *images)
+        return Record(record_values, chosen.has_merged_turns or rejected.has_merged_turns, row_counts)

@@ -48,7 +48,7 @@ from cosmos_core.data.user_dataset import RENDERED_COLUMN
 from cosmos_core.data.visual import expand_image_placeholders
 from cosmos_core.types import Prompt
 
-_PREPARED_COLUMNS = ("prompt_ids", "prompt_text", "reference", "metadata")
+_PROMPT_COLUMNS = ("prompt_ids", "prompt_text", "reference", "metadata")
 _MEDIA_COLUMNS = ("image", "images", "video", "videos")
 
 
@@ -63,7 +63,7 @@ class Prompts(IndexedSequence[Prompt]):
         return int(self._table.num_rows)
 
     def read_item(self, index: int) -> Prompt:
-        ids, text, reference_response, metadata_json = (self._table[name][index].as_py() for name in _PREPARED_COLUMNS)
+        ids, text, reference_response, metadata_json = (self._table[name][index].as_py() for name in _PROMPT_COLUMNS)
         source_label = self.mixture.get_source_label(index) if self.mixture else ""
         images, metadata = self._row_images[index], json.loads(metadata_json)
         return Prompt(index, tuple(ids), text, reference_response, images, metadata=metadata, source=source_label)
@@ -78,8 +78,8 @@ def open_prompts(folder: Path, split: str) -> Prompts:
 def find_prompts(folder: Path, split: str) -> Prompts | None:
     """Return the prompts of a split of prepared rows; None if the split is missing, or its rows are no prompts. Raise
     DataError if the file is damaged."""
-    has_prompts = has_split(folder, split) and read_row_kind(folder, split) == PromptsKind.name
-    return open_prompts(folder, split) if has_prompts else None
+    is_prompt_split = has_split(folder, split) and read_row_kind(folder, split) == PromptsKind.name
+    return open_prompts(folder, split) if is_prompt_split else None
 
 
 class PromptsKind(TokenisedKind):
@@ -91,7 +91,7 @@ class PromptsKind(TokenisedKind):
         "prompt_ids": IDS_TYPE, "prompt_text": pa.string(), "reference": pa.string(), "metadata": pa.string()
     }  # fmt: skip
     is_prompt = True
-    packer_method = "get_rollout_input"
+    packer_method_name = "get_rollout_input"
 
     def open_prompts(
         self, folder: Path, split: str, algorithm: AlgorithmConfig, model: PolicyConfig
@@ -101,8 +101,8 @@ class PromptsKind(TokenisedKind):
     def open_held_out(self, folder: Path, algorithm: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
         """Return the held-out prompts, and the same rows as sequences with a loss if `prepare` has written them."""
         sequences_split = HELD_OUT_SEQUENCES_SPLIT
-        sequences = open_sequences(folder, sequences_split) if has_split(folder, sequences_split) else None
-        return HeldOutSet(sequences, open_prompts(folder, VALIDATION_SPLIT))
+        held_out_sequences = open_sequences(folder, sequences_split) if has_split(folder, sequences_split) else None
+        return HeldOutSet(held_out_sequences, open_prompts(folder, VALIDATION_SPLIT))
 
     def read(self, row: Row, location: str, algorithm: AlgorithmConfig) -> tuple[list[Message], str]:
         """Return the prompt of a row as turns, and its reference answer, with which rewards compare completions."""
@@ -161,9 +161,9 @@ def serialise_row_for_rewards(row: Row, prompt: list[Message], prompt_column: st
     `prompt` has the prompt, as a string if its column is a string, otherwise as turns. `prompt_column` is the name of
     this column in the recipe; empty: a known column."""
     present_prompt_column = prompt_column or find_column(row, PROMPT_COLUMNS)
-    prompt_values = [row[present_prompt_column]] if present_prompt_column in row else [*row.values()]
+    prompt_column_values = [row[present_prompt_column]] if present_prompt_column in row else [*row.values()]
     turn_contents = [turn["content"] for turn in prompt if turn["role"] != "system"]
-    is_text = len(turn_contents) == 1 and isinstance(turn_contents[0], str) and turn_contents[0] in prompt_values
+    is_text = len(turn_contents) == 1 and isinstance(turn_contents[0], str) and turn_contents[0] in prompt_column_values
     kept_columns = {name: value for name, value in row.items() if name not in _MEDIA_COLUMNS}
     return json.dumps(_to_plain_json({**kept_columns, "prompt": turn_contents[0] if is_text else prompt}), default=str)
 

@@ -104,8 +104,8 @@ class SequencesKind(TokenisedKind):
         if row.get(TOKENS_COLUMN) is not None:
             return make_text_record(row_spec, _read_packer_tokens(row, location), location)
         has_images = row_spec.image_root is not None
-        text_columns = ("prompt",), ("completion", "response")
-        plain_texts = None if tokenizer.chat_template else read_plain_texts(row, location, *text_columns)
+        text_column_names = ("prompt",), ("completion", "response")
+        plain_texts = None if tokenizer.chat_template else read_plain_texts(row, location, *text_column_names)
         # Concatenate plain texts only if the recipe has no system prompt, which only a chat template can insert.
         if plain_texts and not has_images and not row_spec.conversation_settings[1]:
             check_surrogates(plain_texts, location)
