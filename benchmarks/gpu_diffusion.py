@@ -39,7 +39,7 @@ from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.recompute import recompute_activations
 from cosmos_core.rollout.flow_path import denoise
 from cosmos_core.run.progress import ProgressWriter
-from cosmos_core.train.rollout_feed import training_sampling
+from cosmos_core.train.rollout_feed import make_training_sampling
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import DiffusionSample, FlowSampling, Prompt
 
@@ -96,7 +96,7 @@ class Bench:
 
     def _learning(self) -> Callable[[int], None]:
         is_nft = self.kind == KINDS[2]
-        sampling = training_sampling(self.recipe) if is_nft else None
+        sampling = make_training_sampling(self.recipe) if is_nft else None
         algorithm = make_algorithm(self.recipe, sampling)
 
         def step(n: int) -> None:

@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cosmos_core.models.scorer import LogprobScorer, RequestedOutputs, default_chunk_bytes
+from cosmos_core.models.scorer import LogprobScorer, RequestedOutputs, choose_chunk_bytes
 
 CHUNKS_MIB = (64, 256, 1024)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -83,7 +83,7 @@ def _table(best: dict[tuple[str, str], float], options: argparse.Namespace) -> T
     title = (
         f"{options.tokens:,} tokens, vocabulary {options.vocabulary:,}, hidden {options.hidden}, {options.layers} "
         f"layers, {options.dtype}, {torch.get_num_threads()} threads; the rule chooses "
-        f"{default_chunk_bytes(DEVICE) >> 20} MiB"
+        f"{choose_chunk_bytes(DEVICE) >> 20} MiB"
     )
     table = Table("tokens/s by chunk", title=title)
     names = list(dict.fromkeys(name for _, name in best))

@@ -36,8 +36,8 @@ class LoadingInstructions(NamedTuple):
     """Text of a model card that explains how to load the model."""
 
     library: str
-    code_lines: tuple[str, ...]
-    adapter_text: str
+    loading_code_lines: tuple[str, ...]
+    adapter_note: str
     """Sentence about the LoRA adapter that is exported with the model."""
 
 
@@ -104,11 +104,11 @@ def make_verified_outcome(
     if copied_files:
         passed_checks.append("adapter: bytes")
     logger.info("exported %s %s; checks: %s", export_path, describe_precision(stage), ", ".join(passed_checks))
-    num_bytes, dtype = sum(file.stat().st_size for file in weight_files), stage.recipe.train.param_dtype
+    total_weight_bytes, dtype = sum(file.stat().st_size for file in weight_files), stage.recipe.train.param_dtype
     outcome_info: dict[str, JsonValue] = {"model": folder, "step": step, "checks": list(passed_checks), "dtype": dtype}
     if has_adapter:
         outcome_info |= {"adapter": f"{folder}/{ADAPTER_FOLDER}", "base": _adapter_base_model(stage)}
-    return Outcome(outputs=(folder,), metrics={"export/bytes": float(num_bytes)}, info=outcome_info)
+    return Outcome(outputs=(folder,), metrics={"export/bytes": float(total_weight_bytes)}, info=outcome_info)
 
 
 def export_folder(step: int) -> str:
@@ -134,16 +134,16 @@ def loading_instructions(stage: Stage, auto_class_name: str) -> LoadingInstructi
 def model_card(stage: Stage, instructions: LoadingInstructions) -> str:
     """Return the text of README.md for an exported model: origin of the weights, the loading code of `instructions`,
     and metrics of upstream stages."""
-    model_origin, base_model_name = stage.origin, strip_local_path(stage.origin.get("base_model", ""))
-    revision = model_origin.get("revision", "")
+    origin_record, base_model_name = stage.origin, strip_local_path(stage.origin.get("base_model", ""))
+    revision = origin_record.get("revision", "")
     card_metadata = [f"library_name: {instructions.library}", *([f"base_model: {base_model_name}"] if revision else [])]
     base_model_metadata = read_card_metadata(_base_model_folder(stage))
     license_fields = {key: base_model_metadata[key] for key in _LICENSE_KEYS if key in base_model_metadata}
     card_metadata += yaml.safe_dump(license_fields, sort_keys=False).splitlines() if license_fields else []
-    origin_text = f"made by `{strip_local_path(model_origin['made_by'])}`" if model_origin.get("made_by") else ""
+    made_by = f"made by `{strip_local_path(origin_record['made_by'])}`" if origin_record.get("made_by") else ""
     model_card_fields = {
-        "Base model": f"`{base_model_name}`" + f" at `{revision}`" * bool(revision) if base_model_name else origin_text,
-        "Data": ", ".join(f"`{strip_local_path(name)}`" for name in model_origin.get("data", ())),
+        "Base model": f"`{base_model_name}`" + f" at `{revision}`" * bool(revision) if base_model_name else made_by,
+        "Data": ", ".join(f"`{strip_local_path(name)}`" for name in origin_record.get("data", ())),
         "Run": f"`{stage.run_path.name}`",
         "Precision": describe_precision(stage),
         "Fingerprint of this stage": f"`{stage.fingerprint}`",
@@ -151,10 +151,10 @@ def model_card(stage: Stage, instructions: LoadingInstructions) -> str:
     card_lines = [
         "---", *card_metadata, "---", "", f"# {stage.run_path.name}/{stage.name}", "",
         *(f"- {name}: {value}" for name, value in model_card_fields.items() if value), "",
-        "```python", *instructions.code_lines, "```", "",
+        "```python", *instructions.loading_code_lines, "```", "",
     ]  # fmt: skip
     if adapter_files(stage):
-        card_lines += [f"{instructions.adapter_text} Its base is `{_adapter_base_model(stage)}`.", ""]
+        card_lines += [f"{instructions.adapter_note} Its base is `{_adapter_base_model(stage)}`.", ""]
     for name, stage_result in sorted(stage.inputs.items()):
         card_lines += [f"## From stage `{name}` ({stage_result['kind']})", ""]
         card_lines += [f"- {key}: `{stage_result[key]}`" for key in ("digest", "fingerprint")]

@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 def find_checkpoint_step(stage: Stage) -> int:
     """Return the step of the upstream checkpoint that a stage's setting `checkpoint` (a number or `best`) selects.
     Raise `ModelError` if this checkpoint is not complete, or if `best` is set and the training was not validated."""
-    checkpoint_setting, stage_name = stage.config.checkpoint, referenced_stage(stage.config.model)
-    setting_text = f"checkpoint = {checkpoint_setting!r} of stage {stage_name!r}"
+    step_or_best, stage_name = stage.config.checkpoint, referenced_stage(stage.config.model)
+    error_prefix = f"checkpoint = {step_or_best!r} of stage {stage_name!r}"
     upstream_result = stage.inputs[str(stage_name)]
-    if checkpoint_setting == "best":
+    if step_or_best == "best":
         if not (best_step_record := upstream_result["info"].get("best")):
             raise ModelError(
-                f"{setting_text}: it was not validated, so no step is the best; set validation.enable = true"
+                f"{error_prefix}: it was not validated, so no step is the best; set validation.enable = true"
             )
-        checkpoint_setting = best_step_record["step"]
-    step, checkpoints_folder = int(checkpoint_setting), find_source_stage(Path(upstream_result["path"])) / "checkpoints"
+        step_or_best = best_step_record["step"]
+    step, checkpoints_folder = int(step_or_best), find_source_stage(Path(upstream_result["path"])) / "checkpoints"
     if step not in saved_steps(checkpoints_folder):
         saved_steps_text = ", ".join(map(str, saved_steps(checkpoints_folder))) or "none"
         raise ModelError(
-            f"{setting_text}: there is no checkpoint of step {checkpoint_setting}, only {saved_steps_text}; train with "
+            f"{error_prefix}: there is no checkpoint of step {step_or_best}, only {saved_steps_text}; train with "
             f"train.ckpt.enable_checkpoint = true, and raise train.ckpt.max_keep to keep more; a finished training is "
             f"made again with --from-stage {stage_name}"
         )
     if obstacle := resume_obstacle(checkpoints_folder, step, None):
-        raise ModelError(f"{setting_text}: {step_folder(checkpoints_folder, step)}: {obstacle}; choose another step")
+        raise ModelError(f"{error_prefix}: {step_folder(checkpoints_folder, step)}: {obstacle}; choose another step")
     return step
 
 
@@ -63,14 +63,14 @@ def load_checkpoint_model(stage: Stage, step: int, diffusion_model: "DiffusionMo
     mark_trained_weights(model, policy, diffusion_model.lora_targets if diffusion_model else ())
     policy_folder = step_folder(training_stage.path / "checkpoints", step) / "policy"
     storage_reader = dcp.HuggingFaceStorageReader(str(policy_folder))
-    saved_names = storage_reader.read_metadata().state_dict_metadata.keys()
+    saved_tensor_names = storage_reader.read_metadata().state_dict_metadata.keys()
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     ema_weights = {
         name: torch.empty_like(p, dtype=torch.float32) for name, p in parameters.items() if train_config.ema_enable
     }
     # An SGD optimizer without momentum has no state, so only weights are read from the checkpoint.
     tensors = named_tensors(TrainState(model, torch.optim.SGD(parameters.values()), weight_sets={"ema": ema_weights}))
-    if missing_names := sorted(tensors.keys() - saved_names):
+    if missing_names := sorted(tensors.keys() - saved_tensor_names):
         raise ModelError(
             f"checkpoint {policy_folder} has no {missing_names[0]!r}: it is of another model than "
             f"{training_stage.model}"

@@ -44,7 +44,7 @@ def run(stage: Stage) -> Outcome:
     config = stage.recipe.merge
     upstream_results = _get_upstream_results(stage)
     model_folders = [Path(result["path"]) / str(result["info"]["model"]) for result in upstream_results]
-    merge_weights = merge_coefficients(config, len(model_folders))
+    merge_weights = get_merge_weights(config, len(model_folders))
     stage.progress.phase("export")
     merged_folder = stage.path / _MODEL_FOLDER
     with (
@@ -54,18 +54,18 @@ def run(stage: Stage) -> Outcome:
     ):
         model_readers = [_TensorReader(str(folder), None, exit_stack) for folder in model_folders]
         base_model_reader = _open_base_model(stage, exit_stack) if config.method in _TASK_VECTOR_METHODS else None
-        for other_model in model_readers[1:]:
-            _check_same_tensors(model_readers[0], other_model)
+        for second_model in model_readers[1:]:
+            _check_same_tensors(model_readers[0], second_model)
         if base_model_reader is not None:
             base_model_reader.add_missing_prefixes(model_readers[0])
             _check_same_tensors(model_readers[0], base_model_reader, allows_extra_tensors=True)
-        for file_number, (weight_file, names) in enumerate(model_readers[0].names_by_file.items(), start=1):
+        for file_number, (weight_file, names) in enumerate(model_readers[0].tensor_names_by_file.items(), start=1):
             tensors = {
                 name: combine_tensors(config, merge_weights, model_readers, base_model_reader, name, stage.seed)
                 for name in names
             }
             save_file(tensors, temporary_folder / Path(weight_file).name, metadata={"format": "pt"})
-            stage.progress.step(file_number, len(model_readers[0].names_by_file))
+            stage.progress.step(file_number, len(model_readers[0].tensor_names_by_file))
             if stage.stop_requested:
                 raise Preempted(f"stage {stage.name!r} was asked to stop; run again to merge")
         for other_file in list_files_below(model_folders[0]):
@@ -76,10 +76,10 @@ def run(stage: Stage) -> Outcome:
     stage.progress.phase("load")
     # init_on_meta raises an error if tensors of the merged model and of its transformers class differ in name or shape.
     init_on_meta(str(merged_folder), dtype=torch.float32, device=torch.device("cpu"))
-    num_bytes = sum(weight_file.stat().st_size for weight_file in merged_folder.glob("*.safetensors"))
-    merged_names = [Path(result["path"]).name for result in upstream_results]
-    outcome_info: dict[str, Any] = {"model": _MODEL_FOLDER, "checks": ["keys"], "merged": merged_names}
-    metrics = {"merge/bytes": float(num_bytes), "merge/models": float(len(model_folders))}
+    total_weight_bytes = sum(weight_file.stat().st_size for weight_file in merged_folder.glob("*.safetensors"))
+    merged_stage_names = [Path(result["path"]).name for result in upstream_results]
+    outcome_info: dict[str, Any] = {"model": _MODEL_FOLDER, "checks": ["keys"], "merged": merged_stage_names}
+    metrics = {"merge/bytes": float(total_weight_bytes), "merge/models": float(len(model_folders))}
     return Outcome(outputs=(_MODEL_FOLDER,), metrics=metrics, info=outcome_info)
 
 
@@ -88,32 +88,34 @@ class _TensorReader:
 
     def __init__(self, model: str, revision: str | None, exit_stack: ExitStack) -> None:
         self.model = model
-        tensor_files, problem = weight_files(model, revision)
-        if problem:
-            raise ModelError(f"merge: {model}: {problem}; merge models in safetensors format")
-        self.names_by_file: dict[str, list[str]] = {}
+        tensor_files, format_problem = weight_files(model, revision)
+        if format_problem:
+            raise ModelError(f"merge: {model}: {format_problem}; merge models in safetensors format")
+        self.tensor_names_by_file: dict[str, list[str]] = {}
         """Names of the tensors in each safetensors file, by path."""
         self._readers: dict[str, Any] = {}
-        self._stored_names: dict[str, str] = {}
+        self._stored_name_by_alias: dict[str, str] = {}
         """Original names of the tensors that `add_missing_prefixes` has renamed, by new name."""
         for tensor_file in tensor_files:
             tensor_reader = exit_stack.enter_context(safe_open(tensor_file, framework="pt"))
-            self.names_by_file[tensor_file] = list(tensor_reader.keys())
-            self._readers |= dict.fromkeys(self.names_by_file[tensor_file], tensor_reader)
+            self.tensor_names_by_file[tensor_file] = list(tensor_reader.keys())
+            self._readers |= dict.fromkeys(self.tensor_names_by_file[tensor_file], tensor_reader)
 
     def add_missing_prefixes(self, model: "_TensorReader") -> None:
         """Add the first component of the tensor names in `model`, such as `transformer.`, to tensor names of this
         reader that lack it, as in files of GPT-2 and BLOOM. transformers loads such files, and saves the full names."""
         for name in model._readers.keys() - self._readers.keys():
             if (stored_name := name.partition(".")[2]) in self._readers:
-                self._readers[name], self._stored_names[name] = self._readers[stored_name], stored_name
+                self._readers[name], self._stored_name_by_alias[name] = self._readers[stored_name], stored_name
 
     def get_shapes(self) -> dict[str, list[int]]:
-        get_old_name = self._stored_names.get
-        return {name: reader.get_slice(get_old_name(name, name)).get_shape() for name, reader in self._readers.items()}
+        get_stored_name = self._stored_name_by_alias.get
+        return {
+            name: reader.get_slice(get_stored_name(name, name)).get_shape() for name, reader in self._readers.items()
+        }
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._readers[name].get_tensor(self._stored_names.get(name, name))
+        return self._readers[name].get_tensor(self._stored_name_by_alias.get(name, name))
 
 
 def _open_base_model(stage: Stage, exit_stack: ExitStack) -> _TensorReader:
@@ -145,12 +147,12 @@ def combine_tensors(
     first_tensor = models[0][name]
     if not first_tensor.is_floating_point():
         return first_tensor
-    float_tensors, weights_M = [model[name].float() for model in models], torch.tensor(merge_weights)
+    float32_tensors, weights_M = [model[name].float() for model in models], torch.tensor(merge_weights)
     if base_model is None:
-        merged_tensor = task_arithmetic(float_tensors, weights_M)
+        merged_tensor = task_arithmetic(float32_tensors, weights_M)
     else:
         base_tensor = base_model[name].float()
-        task_vectors = [tensor - base_tensor for tensor in float_tensors]
+        task_vectors = [tensor - base_tensor for tensor in float32_tensors]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1)
             merged_tensor = base_tensor + _TASK_VECTOR_METHODS[config.method](task_vectors, weights_M, config.density)
@@ -172,7 +174,7 @@ def _get_upstream_results(stage: Stage) -> list[dict[str, Any]]:
     return stage_results
 
 
-def merge_coefficients(config: MergeConfig, num_models: int) -> Sequence[float]:
+def get_merge_weights(config: MergeConfig, num_models: int) -> Sequence[float]:
     """Return for each of `num_models` models its weight in the merge: the configured weight, by default the same for
     all. Raise a `ConfigError` if the number of configured weights is not `num_models`."""
     if not config.weights:
@@ -183,17 +185,17 @@ def merge_coefficients(config: MergeConfig, num_models: int) -> Sequence[float]:
 
 
 def _check_same_tensors(
-    first_model: _TensorReader, other_model: _TensorReader, *, allows_extra_tensors: bool = False
+    first_model: _TensorReader, second_model: _TensorReader, *, allows_extra_tensors: bool = False
 ) -> None:
     """Raise `ModelError` unless two models have tensors of the same names and shapes. With `allows_extra_tensors`,
-    `other_model` can have further tensors, such as an output layer that is stored although it is tied to the
+    `second_model` can have further tensors, such as an output layer that is stored although it is tied to the
     embedding."""
-    first_shapes, other_shapes = first_model.get_shapes(), other_model.get_shapes()
-    compared_names = first_shapes.keys() if allows_extra_tensors else {*first_shapes, *other_shapes}
-    if differing_names := sorted(name for name in compared_names if first_shapes.get(name) != other_shapes.get(name)):
+    first_shapes, second_shapes = first_model.get_shapes(), second_model.get_shapes()
+    compared_names = first_shapes.keys() if allows_extra_tensors else {*first_shapes, *second_shapes}
+    if differing_names := sorted(name for name in compared_names if first_shapes.get(name) != second_shapes.get(name)):
         name = differing_names[0]
         raise ModelError(
             f"merge: {len(differing_names)} tensors differ, such as {name}: {first_shapes.get(name, 'missing')} in "
-            f"{first_model.model}, {other_shapes.get(name, 'missing')} in {other_model.model}; merge models of one "
+            f"{first_model.model}, {second_shapes.get(name, 'missing')} in {second_model.model}; merge models of one "
             f"architecture"
         )

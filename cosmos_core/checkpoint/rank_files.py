@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from transformers.modeling_utils import str_to_torch_dtype
 
-from cosmos_core.parallel.fsdp import local_shard, shard_bounds
+from cosmos_core.parallel.fsdp import get_shard_bounds, local_shard
 from cosmos_core.parallel.mesh import all_gather_object, rank_number
 
 FIRST_RANK_JSON_FILE = "extra.json"
@@ -30,7 +30,7 @@ class LocalTensor(NamedTuple):
     """Local shard of a tensor on one rank, or the whole tensor if it is not sharded."""
 
     tensor: torch.Tensor
-    offsets: tuple[int, ...]
+    global_offset: tuple[int, ...]
     """Offsets of the first element of the shard in the full tensor, one for each dimension."""
 
 
@@ -38,13 +38,15 @@ def select_owned_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Local
     """Return those local tensors that this rank writes to a checkpoint, by name. If several ranks have the same shard,
     the lowest of them writes it. The function is collective: every rank calls it."""
     local_tensors = {
-        name: LocalTensor(shard, tuple(bounds.start for bounds in shard_bounds(tensor)))
+        name: LocalTensor(shard, tuple(bounds.start for bounds in get_shard_bounds(tensor)))
         for name, tensor in tensors.items()
         if (shard := local_shard(tensor)).numel() or not tensor.numel()
     }
-    shards_by_rank = all_gather_object([(name, local.offsets) for name, local in local_tensors.items()])
+    shards_by_rank = all_gather_object([(name, local.global_offset) for name, local in local_tensors.items()])
     shards_of_lower_ranks = {shard for rank_shards in shards_by_rank[: rank_number()] for shard in rank_shards}
-    return {name: local for name, local in local_tensors.items() if (name, local.offsets) not in shards_of_lower_ranks}
+    return {
+        name: local for name, local in local_tensors.items() if (name, local.global_offset) not in shards_of_lower_ranks
+    }
 
 
 def write_rank_files(folder: Path, tensors: Mapping[str, LocalTensor], state_json: str) -> dict[str, dict[str, object]]:
@@ -54,11 +56,11 @@ def write_rank_files(folder: Path, tensors: Mapping[str, LocalTensor], state_jso
     folder.mkdir(parents=True, exist_ok=True)
     file_records = {json_file_name(rank): _write_file(folder / json_file_name(rank), [state_json.encode()])}
     if tensors:
-        tensor_offsets = {name: {SAVED_OFFSETS_KEY: local_tensor.offsets} for name, local_tensor in tensors.items()}
-        metadata = {"format": "pt", CUSTOM_METADATA_KEY: json.dumps(tensor_offsets)}
-        file_blocks = safetensors_blocks({name: each.tensor for name, each in tensors.items()}, metadata)
+        offset_metadata = {name: {SAVED_OFFSETS_KEY: each.global_offset} for name, each in tensors.items()}
+        metadata = {"format": "pt", CUSTOM_METADATA_KEY: json.dumps(offset_metadata)}
+        tensor_file_blocks = safetensors_blocks({name: each.tensor for name, each in tensors.items()}, metadata)
         tensor_file = folder / f"rank_{rank}.safetensors"
-        file_records[tensor_file.name] = _write_file(tensor_file, file_blocks)
+        file_records[tensor_file.name] = _write_file(tensor_file, tensor_file_blocks)
     return file_records
 
 
@@ -87,15 +89,15 @@ def safetensors_blocks(tensors: Mapping[str, torch.Tensor], metadata: dict[str, 
 
 def _write_file(output_path: Path, byte_blocks: Iterable[memoryview | bytes]) -> dict[str, object]:
     """Write a file, wait until it is on the disk, and return its size and digest."""
-    digest, num_bytes = hashlib.sha256(), 0
+    digest, num_written_bytes = hashlib.sha256(), 0
     with open(output_path, "wb") as output_file, ThreadPoolExecutor(1) as hash_executor:
         for block in byte_blocks:
             for start in range(0, len(block), _CHUNK_BYTES):
                 chunk = block[start : start + _CHUNK_BYTES]
                 # Hash the chunk in a second thread while it is written, because both take long.
                 hash_future = hash_executor.submit(digest.update, chunk)
-                num_bytes += output_file.write(chunk)
+                num_written_bytes += output_file.write(chunk)
                 hash_future.result()
         output_file.flush()
         os.fsync(output_file.fileno())
-    return {"size": num_bytes, "sha256": digest.hexdigest()}
+    return {"size": num_written_bytes, "sha256": digest.hexdigest()}

@@ -24,8 +24,8 @@ from cosmos_core.models.disk import unwrap_checkpoint_errors
 from cosmos_core.parallel.mesh import broadcast_object, first_error_of_ranks, is_first_rank, num_ranks, rank_number
 from cosmos_core.run.files import read_json_object, sha256
 
-MANIFEST = "manifest.json"
-OTHER_CONFIGURATION_REASON = "it belongs to another configuration"
+MANIFEST_FILE = "manifest.json"
+FINGERPRINT_MISMATCH_REASON = "it belongs to another configuration"
 _REMEDY = "name another one, or none"
 _STEP_FOLDER_PATTERN = re.compile(r"step_(\d+)")
 
@@ -52,19 +52,19 @@ def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, skips_h
     policy_folder = step_folder(folder, step) / "policy"
     manifest = read_manifest(policy_folder)
     if not manifest:
-        return f"{MANIFEST} is missing or damaged: it was not written to the end"
+        return f"{MANIFEST_FILE} is missing or damaged: it was not written to the end"
     if fingerprint is not None and manifest.get("fingerprint") != fingerprint:
-        return OTHER_CONFIGURATION_REASON
+        return FINGERPRINT_MISMATCH_REASON
     if manifest.get("step") != step:
-        return f"{MANIFEST} is of step {manifest.get('step')}"
+        return f"{MANIFEST_FILE} is of step {manifest.get('step')}"
     file_records, num_saved_ranks = manifest.get("files"), manifest.get("ranks", 1)
-    is_complete = (
+    is_manifest_complete = (
         isinstance(file_records, dict)
         and FIRST_RANK_JSON_FILE in file_records
         and all(isinstance(record, dict) and record.keys() >= {"size", "sha256"} for record in file_records.values())
     )
-    if not is_complete or not isinstance(num_saved_ranks, int) or num_saved_ranks < 1:
-        return f"{MANIFEST} is damaged: it does not say how many ranks saved which files, of which size and digest"
+    if not is_manifest_complete or not isinstance(num_saved_ranks, int) or num_saved_ranks < 1:
+        return f"{MANIFEST_FILE} is damaged: it does not say how many ranks saved which files, of which size and digest"
     problems = (_find_file_problem(policy_folder / n, r, skips_hash=skips_hash) for n, r in manifest["files"].items())
     return next(filter(None, problems), None)
 
@@ -72,7 +72,7 @@ def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, skips_h
 def read_manifest(policy_folder: Path) -> dict[str, Any]:
     """Return the content of the file `manifest.json` in the folder `policy_folder` of a checkpoint; empty if the file
     is missing or damaged."""
-    return read_json_object(policy_folder / MANIFEST)
+    return read_json_object(policy_folder / MANIFEST_FILE)
 
 
 def newest_complete_step(folder: Path, steps: Sequence[int], check_resume: Callable[[int], str | None]) -> int | None:
@@ -114,7 +114,7 @@ def find_damaged_file(policy_folder: Path, rank: int, num_ranks: int, send_heart
     """Return a text about the first file of a checkpoint whose size or digest differs from the manifest; None: no file
     differs. Rank `rank` checks only every `num_ranks`-th file, and calls `send_heartbeat` before each."""
     if (file_records := read_manifest(policy_folder).get("files")) is None:
-        return f"{MANIFEST} is gone"
+        return f"{MANIFEST_FILE} is gone"
     for name, file_record in sorted(file_records.items())[rank::num_ranks]:
         send_heartbeat()
         if file_problem := _find_file_problem(policy_folder / name, file_record, skips_hash=False):
@@ -175,14 +175,14 @@ def _read_json_values(policy_folder: Path) -> dict[str, Any]:
     """Return the JSON values that this rank saved in a checkpoint. If the number of ranks has changed, return the first
     rank's values without the states of its random generators."""
     num_saved_ranks, num_current_ranks = read_manifest(policy_folder).get("ranks", 1), num_ranks()
-    file_name = json_file_name(rank_number() if num_saved_ranks == num_current_ranks else 0)
+    rank_json_file = json_file_name(rank_number() if num_saved_ranks == num_current_ranks else 0)
     # A verified digest shows that the file is undamaged, so parsing it needs no error handling.
-    json_values: dict[str, Any] = json.loads((policy_folder / file_name).read_bytes())
+    saved_json_values: dict[str, Any] = json.loads((policy_folder / rank_json_file).read_bytes())
     if num_saved_ranks != num_current_ranks:
         log_message = "%s was saved by %d ranks, here are %d: random numbers begin anew"
         logger.info(log_message, policy_folder, num_saved_ranks, num_current_ranks)
-        json_values["rng"] = None
-    return json_values
+        saved_json_values["rng"] = None
+    return saved_json_values
 
 
 def refuse_pickled_shards(policy_folder: Path) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from cosmos_core.checkpoint import resume
 from cosmos_core.checkpoint.best import BEST_STEP_FILE, BestStep
 from cosmos_core.checkpoint.rank_files import LocalTensor, select_owned_tensors, write_rank_files
-from cosmos_core.checkpoint.resume import MANIFEST, saved_steps, step_folder
+from cosmos_core.checkpoint.resume import MANIFEST_FILE, saved_steps, step_folder
 from cosmos_core.checkpoint.state import TrainState, json_values, named_tensors
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.disk import translate_disk_errors
@@ -64,7 +64,7 @@ class Checkpointer:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if is_async else None
         self._pending_save: Future[None] | None = None
         # Steps whose files this process wrote or verified; hashing them again at a stop could exceed the grace period.
-        self._hashed_steps: set[int] = set()
+        self._intact_steps: set[int] = set()
         should_pin_memory = is_async and torch.cuda.is_available()
         self._stager: Any = DefaultStager(StagingOptions(use_shared_memory=False)) if should_pin_memory else None
         # Collectives of the writer threads overlap with those of the training, so they need a separate process group.
@@ -111,7 +111,7 @@ class Checkpointer:
         step = resume.newest_complete_step_on_ranks(self._folder, self._fingerprint, self._send_heartbeat)
         if step is not None:
             resume.load_state(train_state, step_folder(self._folder, step) / "policy")
-            self._hashed_steps.add(step)
+            self._intact_steps.add(step)
         return step
 
     def write_best_step(self, best_step: BestStep | None) -> None:
@@ -152,16 +152,16 @@ class Checkpointer:
                 file_records = write_rank_files(temporary_folder, tensors, state_json)
         except StageFailed as error:
             error_message = str(error)
-        results_by_rank = [(file_records, error_message)]
+        records_and_error_by_rank = [(file_records, error_message)]
         if self._process_group is not None:
-            results_by_rank = exchange.all_gather((file_records, error_message), self._process_group)
+            records_and_error_by_rank = exchange.all_gather((file_records, error_message), self._process_group)
         try:
-            if error_message := next((rank_error for _, rank_error in results_by_rank if rank_error), ""):
+            if error_message := next((rank_error for _, rank_error in records_and_error_by_rank if rank_error), ""):
                 raise StageFailed(error_message)
             if not is_first_rank():
                 return
             with translate_disk_errors(checkpoint_name, self._describe_newest_complete):
-                self._commit_checkpoint(step, [rank_records for rank_records, _ in results_by_rank])
+                self._commit_checkpoint(step, [rank_records for rank_records, _ in records_and_error_by_rank])
         finally:
             if is_first_rank():
                 shutil.rmtree(temporary_folder, ignore_errors=True)
@@ -195,8 +195,8 @@ class Checkpointer:
                 "ranks": len(records_by_rank),
                 "files": {name: file_record for records in records_by_rank for name, file_record in records.items()},
             }
-            write_json(policy_folder / MANIFEST, manifest)
-        self._hashed_steps.add(step)
+            write_json(policy_folder / MANIFEST_FILE, manifest)
+        self._intact_steps.add(step)
         logger.info("saved checkpoint %s", final_folder)
 
     def _temporary_folder(self, step: int) -> Path:
@@ -208,10 +208,12 @@ class Checkpointer:
         neither counted nor deleted."""
         if self._max_keep == -1:
             return
-        folders = {n: step_folder(self._folder, n) / "policy" for n in saved_steps(self._folder) if n <= newest_step}
-        manifests = {n: resume.read_manifest(p) for n, p in folders.items()}
-        counted_steps = [n for n, each in manifests.items() if each.get("fingerprint") == self._fingerprint]
-        old_steps = counted_steps[: -self._max_keep]
+        policy_folders = {
+            n: step_folder(self._folder, n) / "policy" for n in saved_steps(self._folder) if n <= newest_step
+        }
+        manifests = {n: resume.read_manifest(p) for n, p in policy_folders.items()}
+        steps_of_this_training = [n for n, each in manifests.items() if each.get("fingerprint") == self._fingerprint]
+        old_steps = steps_of_this_training[: -self._max_keep]
         deleted_steps = [step for step in old_steps if best_step is None or step != best_step.step]
         if not deleted_steps or resume.resume_obstacle(self._folder, newest_step, self._fingerprint, skips_hash=True):
             return
@@ -226,7 +228,7 @@ class Checkpointer:
 
     def _newest_complete_step(self) -> int | None:
         def check_resume(step: int) -> str | None:
-            return resume.resume_obstacle(self._folder, step, self._fingerprint, skips_hash=step in self._hashed_steps)
+            return resume.resume_obstacle(self._folder, step, self._fingerprint, skips_hash=step in self._intact_steps)
 
         return resume.newest_complete_step(self._folder, saved_steps(self._folder), check_resume)
 

@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 _MODEL_PREFIX = "model."
 _OPTIMIZER_PREFIX = "optimizer."
-_8BIT_NAMES = ("codes", "scale", "qmap")
+_8BIT_FIELDS = ("codes", "scale", "qmap")
 """Names of the tensors of which an 8-bit optimizer state of torchao consists."""
 _STATEFUL_FIELD_NAMES = ("feed", "algorithm")
-POLICY_COPY_NAMES = ("ema", "old")
+POLICY_COPY_WEIGHT_SETS = ("ema", "old")
 """Names of two copies of the policy's weights ("ema": moving average, "old": old policy), which get the policy's
 weights if a checkpoint lacks them. Other copies, such as "reference", keep the weights that the stage loaded."""
-_TENSOR_KEY = "__tensor__"
+_TENSOR_NAME_KEY = "__tensor__"
 """Key that identifies a JSON object as the replacement of a tensor; the value is the name of the tensor."""
 
 
@@ -65,7 +65,9 @@ def named_tensors(train_state: TrainState) -> dict[str, Tensor]:
     for name, parameter in train_state.model.named_parameters():
         for slot, state_value in train_state.optimizer.state.get(parameter, {}).items():
             is_8bit = hasattr(state_value, "qmap")
-            tensor_by_suffix = {f":{n}": getattr(state_value, n) for n in _8BIT_NAMES} if is_8bit else {"": state_value}
+            tensor_by_suffix = (
+                {f":{n}": getattr(state_value, n) for n in _8BIT_FIELDS} if is_8bit else {"": state_value}
+            )
             tensors |= {f"{_OPTIMIZER_PREFIX}{slot}{suffix}.{name}": t for suffix, t in tensor_by_suffix.items()}
     for field_name in _STATEFUL_FIELD_NAMES:
         _extract_tensors(getattr(train_state, field_name), field_name, tensors)
@@ -75,8 +77,8 @@ def named_tensors(train_state: TrainState) -> dict[str, Tensor]:
 def json_values(train_state: TrainState) -> dict[str, JsonValue]:
     """Return the JSON values of a training state: `loop_state`, and the states of the data feed and of the algorithm.
     Each tensor is replaced by a JSON object with the tensor's name."""
-    state_by_field = {name: getattr(train_state, name) for name in _STATEFUL_FIELD_NAMES}
-    return train_state.loop_state | {k: _extract_tensors(v, k, {}) for k, v in state_by_field.items() if v}
+    stateful_field_values = {name: getattr(train_state, name) for name in _STATEFUL_FIELD_NAMES}
+    return train_state.loop_state | {k: _extract_tensors(v, k, {}) for k, v in stateful_field_values.items() if v}
 
 
 def restore_json_values(train_state: TrainState, saved_values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -93,9 +95,9 @@ def allocate_tensors(
     further copies of its weights, and new ones for the states of optimizer, feed and algorithm. `metadata` has the
     shape and dtype of each saved tensor. All ranks call the function. Raise `ModelError` if the saved tensors of the
     model and those of `train_state.model` differ in name or shape."""
-    target_tensors = model_tensors(train_state.model)
+    allocated_tensors = model_tensors(train_state.model)
     parameters = dict(train_state.model.named_parameters())
-    shapes_by_rank = all_gather_object({name: tensor.shape for name, tensor in target_tensors.items()})
+    shapes_by_rank = all_gather_object({name: tensor.shape for name, tensor in allocated_tensors.items()})
     expected_shapes = {name: shape for shapes in shapes_by_rank for name, shape in shapes.items()}
     saved_shapes = {name: shape for name, (shape, _) in metadata.items() if name.startswith(_MODEL_PREFIX)}
     if expected_shapes != saved_shapes:
@@ -112,41 +114,41 @@ def allocate_tensors(
     for name, (shape, dtype) in metadata.items():
         parameter = parameters.get(name.removeprefix(_OPTIMIZER_PREFIX).partition(".")[2])
         if name in weight_set_tensors:
-            target_tensors[name] = weight_set_tensors[name]
+            allocated_tensors[name] = weight_set_tensors[name]
         elif name.startswith(_OPTIMIZER_PREFIX) and parameter is not None:
             template_tensor = parameter if parameter.shape == shape else torch.empty(shape)
-            target_tensors[name] = torch.empty_like(template_tensor, dtype=dtype, requires_grad=False)
+            allocated_tensors[name] = torch.empty_like(template_tensor, dtype=dtype, requires_grad=False)
         elif name.partition(".")[0] in _STATEFUL_FIELD_NAMES:
             is_sharded = isinstance(stateful_tensors.get(name), DTensor)
-            target_tensors[name] = stateful_tensors[name] if is_sharded else torch.empty(shape, dtype=dtype)
-    return target_tensors
+            allocated_tensors[name] = stateful_tensors[name] if is_sharded else torch.empty(shape, dtype=dtype)
+    return allocated_tensors
 
 
 def load_tensors(train_state: TrainState, tensors: Mapping[str, Tensor]) -> None:
     """Complete `train_state` after a checkpoint has filled `tensors`, the result of `allocate_tensors`: set the state
     of the optimizer, except for moments that another kind of optimizer saved, and copy the policy's weights into each
-    of the copies `POLICY_COPY_NAMES` that the checkpoint lacks."""
+    of the copies `POLICY_COPY_WEIGHT_SETS` that the checkpoint lacks."""
     parameter_groups = train_state.optimizer.state_dict()["param_groups"]
     parameters = [parameter for group in train_state.optimizer.param_groups for parameter in group["params"]]
     index_by_parameter = {parameter: index for index, parameter in enumerate(parameters)}
     parameters_by_name = dict(train_state.model.named_parameters())
-    slots_by_index: dict[int, dict[str, Tensor]] = {}
+    slots_by_parameter_index: dict[int, dict[str, Tensor]] = {}
     for tensor_name, tensor in tensors.items():
         if tensor_name.startswith(_OPTIMIZER_PREFIX):
             slot, _, name = tensor_name.removeprefix(_OPTIMIZER_PREFIX).partition(".")
-            slots_by_index.setdefault(index_by_parameter[parameters_by_name[name]], {})[slot] = tensor
+            slots_by_parameter_index.setdefault(index_by_parameter[parameters_by_name[name]], {})[slot] = tensor
     is_8bit = type(train_state.optimizer).__name__.endswith("8bit")
     is_muon_by_index = {index: group.get("is_matrix", False) for group in parameter_groups for index in group["params"]}
     optimizer_state = {
         index: _merge_optimizer_slots(slots)
-        for index, slots in slots_by_index.items()
+        for index, slots in slots_by_parameter_index.items()
         if ("momentum_buffer" in slots) == is_muon_by_index[index]
         and (is_8bit or not any(":" in slot for slot in slots))
     }
-    if num_dropped := len(slots_by_index) - len(optimizer_state):
+    if num_dropped := len(slots_by_parameter_index) - len(optimizer_state):
         logger.warning("the checkpoint has moments of another optm_name: those of %d weights begin anew", num_dropped)
     train_state.optimizer.load_state_dict({"state": optimizer_state, "param_groups": parameter_groups})
-    for weight_set in POLICY_COPY_NAMES:
+    for weight_set in POLICY_COPY_WEIGHT_SETS:
         for name, tensor in train_state.weight_sets.get(weight_set, {}).items():
             if f"{weight_set}.{name}" not in tensors:
                 tensor.copy_(parameters_by_name[name].detach())
@@ -212,7 +214,7 @@ def _extract_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonV
     by the keys that lead to the tensor. Add the tensors to `tensors` under these names."""
     if isinstance(value, Tensor):
         tensors[name] = value.detach()
-        return {_TENSOR_KEY: name}
+        return {_TENSOR_NAME_KEY: name}
     if isinstance(value, dict):
         assert all(isinstance(key, str) for key in value), f"{name}: JSON has no other keys than strings"
         return {key: _extract_tensors(child_value, f"{name}.{key}", tensors) for key, child_value in value.items()}
@@ -224,19 +226,19 @@ def _extract_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonV
 def _restore_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return JSON in which each object that names a tensor is replaced by the tensor; inverse of `_extract_tensors`."""
     if isinstance(value, dict):
-        if value.keys() == {_TENSOR_KEY}:
-            return tensors[value[_TENSOR_KEY]]
+        if value.keys() == {_TENSOR_NAME_KEY}:
+            return tensors[value[_TENSOR_NAME_KEY]]
         return {key: _restore_tensors(child, tensors) for key, child in value.items()}
     return [_restore_tensors(child, tensors) for child in value] if isinstance(value, list) else value
 
 
 def _merge_optimizer_slots(slot_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the optimizer state of one parameter: a tensor, such as a moment, for each slot, by name. An 8-bit state
-    is assembled from the tensors `_8BIT_NAMES`."""
+    is assembled from the tensors `_8BIT_FIELDS`."""
     merged_slots = {slot: tensor for slot, tensor in slot_tensors.items() if ":" not in slot}
     for slot in [name.removesuffix(":codes") for name in slot_tensors if name.endswith(":codes")]:
         optimizer_state_class = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
-        codes, code_scales, qmap = (slot_tensors[f"{slot}:{name}"] for name in _8BIT_NAMES)
+        codes, code_scales, qmap = (slot_tensors[f"{slot}:{name}"] for name in _8BIT_FIELDS)
         # Move the other tensors to the device of `codes`, which is that of the parameter: torchao does not move them.
         code_scales, is_signed = code_scales.to(codes.device), bool(qmap.min() < 0)
         merged_slots[slot] = optimizer_state_class(codes, code_scales, qmap.to(codes.device), is_signed, torch.float32)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.data.media_rows import MediaRow
-from cosmos_core.models.flow import loss_weights, sample_noise_levels
+from cosmos_core.models.flow import compute_loss_weights, sample_noise_levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class NoiseSampler:
             posterior_std = torch.exp(0.5 * row.logvar)
             latents = row.mean + posterior_std * torch.randn(row.mean.shape, generator=generator, dtype=row.mean.dtype)
         noise = torch.randn(row.mean.shape, generator=generator, dtype=row.mean.dtype)
-        weight = loss_weights(sigma_1, config.weighting_scheme).item()
+        weight = compute_loss_weights(sigma_1, config.weighting_scheme).item()
         return FlowSample(latents, sigma_1.item(), embedding, noise, num_conditioning_frames=num_frames, weight=weight)
 
     def _sample_num_conditioning_frames(self, row: MediaRow, generator: torch.Generator) -> int:

@@ -16,7 +16,7 @@ from cosmos_core.data.conversation import make_span_token_mask
 from cosmos_core.data.spans import Span
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, ModelError
-from cosmos_core.models.processor import image_token_text
+from cosmos_core.models.processor import get_image_token
 from cosmos_core.transient import is_transient
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def expand_image_placeholders(
     tokens."""
     if not processor.tokenizer.is_fast:
         raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
-    image_placeholder = image_token_text(processor)
+    image_placeholder = get_image_token(processor)
     num_placeholders = rendered_text.count(image_placeholder)
     if num_placeholders != len(images):
         raise DataError(
@@ -102,15 +102,15 @@ def _find_image_spans(
     # Refuse a text without a BOS token: a processor that inserts the token would shift the offsets of all tokens.
     if bos_token and bos_token not in rendered_text:
         raise DataError(f"{location}: the chat template does not write {bos_token!r}, which the processor wants")
-    placeholder_matches = re.finditer(re.escape(image_token_text(processor)), rendered_text)
+    placeholder_matches = re.finditer(re.escape(get_image_token(processor)), rendered_text)
     return [(match.span(), match.span()) for match in placeholder_matches]
 
 
-def _map_to_expanded_text(text_position: int, image_spans: list[tuple[Span, Span]]) -> int:
+def _map_to_expanded_text(character_position: int, image_spans: list[tuple[Span, Span]]) -> int:
     """Return where a position in the rendered text is in the expanded text, in which the placeholders of images
     (`image_spans`) have been replaced by longer ones."""
-    return text_position + sum(
+    return character_position + sum(
         (expanded_span[1] - expanded_span[0]) - (placeholder_span[1] - placeholder_span[0])
         for placeholder_span, expanded_span in image_spans
-        if placeholder_span[1] <= text_position
+        if placeholder_span[1] <= character_position
     )

@@ -34,7 +34,7 @@ _UNCHECKED_LORA_SETTINGS = {
     "target_parameters", "inference_mode", "exclude_modules", "lora_dropout", "init_lora_weights",
     "ensure_weight_tying", "runtime_config", "fan_in_fan_out",
 }  # fmt: skip
-_WEIGHTS_FILES = ("adapter_model.safetensors", "model.safetensors", "pytorch_lora_weights.safetensors")
+_WEIGHTS_FILE_NAMES = ("adapter_model.safetensors", "model.safetensors", "pytorch_lora_weights.safetensors")
 _INITS_CHANGING_BASE_WEIGHTS = ("pissa", "olora", "corda", "loftq")
 
 
@@ -59,9 +59,9 @@ def load_adapter_config(lora: LoraConfig, tied_module_names: Sequence[str] = ())
         raise ModelError(f"{error_prefix}: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(saved_config, peft.LoraConfig):
         raise ModelError(f"{error_prefix}: a {saved_config.peft_type} adapter; only LoRA is trained here")
-    default_settings = peft.LoraConfig().to_dict()
+    default_peft_settings = peft.LoraConfig().to_dict()
     for name, value in saved_config.to_dict().items():
-        if name not in _UNCHECKED_LORA_SETTINGS and value != default_settings.get(name):
+        if name not in _UNCHECKED_LORA_SETTINGS and value != default_peft_settings.get(name):
             raise ModelError(f"{error_prefix}: its {name} = {value} is not trained here; merge it into the model")
     if str(saved_config.init_lora_weights).startswith(_INITS_CHANGING_BASE_WEIGHTS):
         raise ModelError(
@@ -103,8 +103,8 @@ def load_adapter_weights(model: PreTrainedModel, lora_config: LoraConfig) -> Non
             name if name in model_tensors or name.startswith(PEFT_PREFIX) else name.partition(".")[2]: tensor
             for name, tensor in saved_tensors.items()
         }
-    saved_names = {name.removeprefix(PEFT_PREFIX) for name in saved_tensors}
-    if saved_names != model_tensors.keys():  # convert the tensor names of an adapter that an older transformers saved
+    saved_keys = {name.removeprefix(PEFT_PREFIX) for name in saved_tensors}
+    if saved_keys != model_tensors.keys():  # convert the tensor names of an adapter that an older transformers saved
         problem = f"{_LORA_PATH_KEY}: {file} does not fit {type(model).__name__}"
         with convert_errors(lambda e: ModelError(f"{problem}: {str(e)[:200]}; it is of another model or damaged")):
             saved_tensors = convert_peft_adapter_state_dict_for_transformers(model, peft.LoraConfig(), saved_tensors)
@@ -136,8 +136,8 @@ def _resolve_adapter_folder(lora_config: LoraConfig) -> Path:
 def _find_weights_file(adapter_folder: Path) -> Path:
     """Return the file with the weights of an adapter: that of PEFT or, if it is missing, that of an adapter of a
     diffusion model, as Cosmos-RL and this package or diffusers name it."""
-    files = [adapter_folder / name for name in _WEIGHTS_FILES]
-    return next((file for file in files if file.exists()), files[0])
+    candidate_files = [adapter_folder / name for name in _WEIGHTS_FILE_NAMES]
+    return next((file for file in candidate_files if file.exists()), candidate_files[0])
 
 
 def _read_settings(adapter_folder: Path) -> dict[str, Any]:

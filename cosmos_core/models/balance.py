@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from cosmos_core.errors import ConfigError
 
-_COEFFICIENT_KEY = "policy.aux_loss_coeff"
+_AUX_LOSS_COEFF_KEY = "policy.aux_loss_coeff"
 SEQUENCE_INDEX_KEY = "sequence_of_token"
 """Name of the input of `LogprobScorer` with the sequence index of each token; padding has the index `num_sequences`."""
 NUM_SEQUENCES_KEY = "num_sequences"
@@ -50,13 +50,13 @@ def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> LoadB
     has_balancing_loss = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
     if not (has_balancing_loss and num_experts and experts_per_token):
         raise ConfigError(
-            f"{_COEFFICIENT_KEY} = {coefficient}: transformers has no load-balancing loss for {type(model).__name__}, "
-            f"which hands out no logits of routers; leave it out"
+            f"{_AUX_LOSS_COEFF_KEY} = {coefficient}: transformers has no load-balancing loss for "
+            f"{type(model).__name__}, which hands out no logits of routers; leave it out"
         )
     return LoadBalancingSettings(coefficient, int(num_experts), int(experts_per_token))
 
 
-def sequence_index_inputs(row_inputs: dict[str, Any], sequence_lengths: Sequence[int]) -> dict[str, Any]:
+def make_sequence_index_inputs(row_inputs: dict[str, Any], sequence_lengths: Sequence[int]) -> dict[str, Any]:
     """Return two additional inputs of `LogprobScorer`: the sequence index of each token, and the number of sequences.
     `row_inputs` are the model inputs of padded or packed rows, and `sequence_lengths` are the numbers of tokens of the
     sequences."""
@@ -66,7 +66,8 @@ def sequence_index_inputs(row_inputs: dict[str, Any], sequence_lengths: Sequence
         sequence_index_M = torch.where(mask_BT, sequence_indices.unsqueeze(-1), len(sequence_lengths)).flatten()
     else:
         sequence_index_M = torch.full((row_inputs["input_ids"].numel(),), len(sequence_lengths))
-        sequence_index_M[: sum(sequence_lengths)] = sequence_indices.repeat_interleave(torch.tensor(sequence_lengths))
+        num_tokens = sum(sequence_lengths)
+        sequence_index_M[:num_tokens] = sequence_indices.repeat_interleave(torch.tensor(sequence_lengths))
     return {SEQUENCE_INDEX_KEY: sequence_index_M, NUM_SEQUENCES_KEY: len(sequence_lengths)}
 
 
@@ -76,10 +77,10 @@ def load_balancing_loss(
     """Return the load-balancing loss of a micro-batch: the sum of the losses of its sequences, each multiplied by its
     number of tokens and the coefficient. `router_logits` has the logits ME of each layer, and `sequence_index_M` the
     index of each token's sequence; padding has the index `num_sequences`."""
-    shape_RE = (num_sequences + 1, loss_settings.num_experts)
+    sums_shape = (num_sequences + 1, loss_settings.num_experts)
     router_logits = [logits_ME.flatten(0, -2) for logits_ME in router_logits]
     sum_dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
-    routed_counts_RE, probability_sums_RE = (router_logits[0].new_zeros(shape_RE, dtype=sum_dtype) for _ in range(2))
+    routed_counts_RE, probability_sums_RE = (router_logits[0].new_zeros(sums_shape, dtype=sum_dtype) for _ in range(2))
     for logits_ME in router_logits:
         probabilities_ME = logits_ME.softmax(-1, dtype=routed_counts_RE.dtype)
         expert_ids_MK = probabilities_ME.detach().topk(loss_settings.experts_per_token, dim=-1).indices

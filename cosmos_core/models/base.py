@@ -43,7 +43,7 @@ class MicroBatch:
     `noisy`, and `latents` and `noise` (B...) if samples have noise."""
     mask: Tensor
     """Mask of the values that count in the loss, 1 or 0, of shape BS (token models) or broadcastable to latents."""
-    model_loss: Tensor | None = None
+    auxiliary_loss: Tensor | None = None
     """Auxiliary loss of the model (load balancing of experts), summed over the samples of the micro-batch, each
     weighted by its number of tokens; None: the model has no such loss."""
 
@@ -70,7 +70,7 @@ class Batch:
 
 OutputSpec = Any
 """Type of a request for model outputs in an update (an optimizer step): `scorer.RequestedOutputs` for token models,
-`denoiser.RequestedOutputs` for diffusion models, or None for the default outputs (`ModelAdapter.default_outputs`)."""
+`denoiser.RequestedOutputs` for diffusion models, or None for `ModelAdapter.default_output_request`."""
 
 LossFn = Callable[[Any, dict[str, Tensor]], Tensor | None]
 """Function from a micro-batch and the raw outputs of the model, by name, to the loss of the micro-batch; it returns
@@ -137,16 +137,16 @@ class ModelAdapter(Protocol):
     meta_copy: Any
     """Copy of the model on the meta device with the shapes of all weights, if `model` is sharded; otherwise None."""
     runner: MicroBatchRunner
-    default_outputs: OutputSpec
+    default_output_request: OutputSpec
     """Model outputs to compute for an update (an optimizer step) that does not request others."""
-    has_model_loss: bool = False
-    """Whether the model adds an auxiliary loss (`MicroBatch.model_loss`) to the loss of each optimizer step."""
+    has_auxiliary_loss: bool = False
+    """Whether the model adds an auxiliary loss (`MicroBatch.auxiliary_loss`) to the loss of each optimizer step."""
     tokenizer: Any = None
     """Tokenizer of the model; None: the model has no tokenizer."""
     image_reader: Any = None
     """Converter of the images of samples to model inputs; None: samples have no images."""
 
-    def whole_model(self) -> Any:
+    def gather_whole_model(self) -> Any:
         """Return the model with all weights. With a mesh, the first rank returns a copy on the CPU, others None."""
         return self.model if self.meta_copy is None else gather_full_model(self.meta_copy, self.model)
 

@@ -20,18 +20,18 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.batch import collate_rows, collate_shared_prompts, to_device
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ModelError
-from cosmos_core.models.balance import LOAD_BALANCING_OUTPUT, LoadBalancingSettings, sequence_index_inputs
+from cosmos_core.models.balance import LOAD_BALANCING_OUTPUT, LoadBalancingSettings, make_sequence_index_inputs
 from cosmos_core.models.base import Batch, ExportResult, MicroBatch, MicroBatchRunner, ModelAdapter
 from cosmos_core.models.export import export_model
 from cosmos_core.models.kernels import remove_fp8, unpatch_liger
 from cosmos_core.models.length_rounding import kernel_padded_length
 from cosmos_core.models.lora import ADAPTER_FOLDER, has_lora_adapter
 from cosmos_core.models.micro_batches import (
+    count_tokens_sharing_prompt,
     group_by_prompt,
     merge_prompts,
-    num_tokens_sharing_prompt,
-    prompt_length,
     saves_enough_tokens,
+    shared_prompt_length,
     split_by_length,
 )
 from cosmos_core.models.new_interpreter import prestart_interpreter
@@ -99,7 +99,7 @@ def make_input_processing(
 class CausalLM(ModelAdapter):
     """Model adapter of a causal language model, which is sharded over the device mesh."""
 
-    default_outputs: RequestedOutputs = LOGPROBS_ONLY
+    default_output_request: RequestedOutputs = LOGPROBS_ONLY
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class CausalLM(ModelAdapter):
     ) -> None:
         """Parallelise the model over the mesh and prepare it for training. `load_balancing` has the settings of the
         load-balancing loss of experts, which is added to the loss of each optimizer step; None: no such loss."""
-        self.model, self.mesh, self.has_model_loss = model, mesh, load_balancing is not None
+        self.model, self.mesh, self.has_auxiliary_loss = model, mesh, load_balancing is not None
         self.device = torch.device(mesh.dp.device_type) if mesh else model.device
         self.meta_copy = copy_without_weights(model) if mesh else None
         self.tokenizer, self.image_reader = input_processing.tokenizer, input_processing.image_reader
@@ -130,7 +130,7 @@ class CausalLM(ModelAdapter):
                 scorer.num_token_ids, scorer.load_balancing = input_processing.num_token_ids, load_balancing
 
     def export(self, export_folder: Path) -> ExportResult | None:
-        model = self.whole_model()
+        model = self.gather_whole_model()
         if model is None:
             return None
         # The model moves to the CPU, because the verification needs two copies of it, which may not fit on a GPU.
@@ -179,9 +179,11 @@ class CausalLM(ModelAdapter):
         has_rollout_logprobs = all(sample.rollout_logprobs is not None for sample in samples)
         prompt_groups = group_by_prompt(collated_samples) if self._merges_prompts and has_rollout_logprobs else []
         samples_by_prompt = [[collated_samples[i] for i in group] for group in prompt_groups]
-        num_tokens_if_shared = sum(map(num_tokens_sharing_prompt, samples_by_prompt))
+        num_tokens_if_shared = sum(map(count_tokens_sharing_prompt, samples_by_prompt))
         if prompt_groups and saves_enough_tokens(sum(map(len, token_ids)), num_tokens_if_shared):
-            prompt_lengths = [prompt_length(collated_samples[group[0]]) * (len(group) > 1) for group in prompt_groups]
+            prompt_lengths = [
+                shared_prompt_length(collated_samples[group[0]]) * (len(group) > 1) for group in prompt_groups
+            ]
             shared_prompt_groups = list(zip(prompt_groups, prompt_lengths, strict=True))
             rows = collate_shared_prompts(token_ids, shared_prompt_groups, pad_id, self._padded_row_length)
         else:
@@ -195,8 +197,8 @@ class CausalLM(ModelAdapter):
         if collated_samples[0].images:
             for name, tensor in self.image_reader.make_image_inputs(collated_samples, rows.inputs["input_ids"]).items():
                 inputs[name] = tensor.to(device, self.model.dtype if tensor.is_floating_point() else None)
-        if self.has_model_loss:
-            inputs |= to_device(sequence_index_inputs(rows.inputs, list(map(len, token_ids))), device)
+        if self.has_auxiliary_loss:
+            inputs |= to_device(make_sequence_index_inputs(rows.inputs, list(map(len, token_ids))), device)
         scored_index_N = torch.from_numpy(np.concatenate(scored_indices_by_row)).to(device)
         is_local_N: Tensor | None = None
         top_id_arrays = [sample.top_ids for sample in collated_samples if sample.top_ids is not None]
@@ -223,11 +225,11 @@ class CausalLM(ModelAdapter):
         load_balancing_loss = outputs.pop(LOAD_BALANCING_OUTPUT, None)
         sample_indices_N = np.repeat(np.arange(len(batch.samples)), list(map(len, batch.trained_positions)))
         grid_index_arrays = (sample_indices_N, np.concatenate(batch.trained_positions))
-        trained_index_tensors = tuple(torch.from_numpy(indices_N).to(self.device) for indices_N in grid_index_arrays)
+        grid_index_tensors = tuple(torch.from_numpy(indices_N).to(self.device) for indices_N in grid_index_arrays)
         padded_shape = (len(batch.samples), max(len(sample.input_ids) for sample in batch.samples) - 1)
 
         def scatter_to_rows(values_N: Tensor) -> Tensor:
-            return values_N.new_zeros((*padded_shape, *values_N.shape[1:])).index_put(trained_index_tensors, values_N)
+            return values_N.new_zeros((*padded_shape, *values_N.shape[1:])).index_put(grid_index_tensors, values_N)
 
         mask_BS = scatter_to_rows(torch.ones_like(outputs["logprobs"], requires_grad=False)).bool()
         padded_outputs = {name: scatter_to_rows(values) for name, values in outputs.items()}
@@ -298,9 +300,9 @@ class CausalLM(ModelAdapter):
             self._packs_rows = False
             return
         has_model_parallelism = mesh and (mesh.cp or mesh.pp or mesh.tp or mesh.ep)
-        if not (has_model_parallelism or self.has_model_loss or self._train_config.compile):
-            probe_dtype = compute_dtype if self._should_autocast_blocks else self.model.dtype
-            self._merges_prompts = can_merge_prompts(self.model, fsdp_roots, probe_dtype)
+        if not (has_model_parallelism or self.has_auxiliary_loss or self._train_config.compile):
+            forward_dtype = compute_dtype if self._should_autocast_blocks else self.model.dtype
+            self._merges_prompts = can_merge_prompts(self.model, fsdp_roots, forward_dtype)
             runner.reshard()
 
     @property

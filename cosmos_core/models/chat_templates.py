@@ -45,7 +45,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> N
 def check_template_text(setting_key: str, template_file: str, template_text: str) -> None:
     """Raise ConfigError if a file with a chat template is empty, or is JSON, whose syntax each rendered row would
     contain. `setting_key` is the recipe key that names the file, for the error message."""
-    is_json = template_file.lower().endswith(".json")
-    if is_json or not template_text.strip():
-        problem = "is JSON; save the value of its chat_template" if is_json else "is empty; write a template"
+    is_json_file = template_file.lower().endswith(".json")
+    if is_json_file or not template_text.strip():
+        problem = "is JSON; save the value of its chat_template" if is_json_file else "is empty; write a template"
         raise ConfigError(f"{setting_key} = {template_file!r} {problem} as a .jinja file")

@@ -27,7 +27,7 @@ from cosmos_core.observe.console import make_console
 _PROBE_PROMPTS = ["7 red apples on a table", "a cat"]
 _VELOCITY_TOLERANCE = 1e-4
 """Maximum difference between the velocities of this package and the pipeline, as a fraction of the largest velocity."""
-_FAILURE = "does not do what it should: "
+_FAILURE_PREFIX = "does not do what it should: "
 """Text with which the message of a failed check begins."""
 
 
@@ -65,7 +65,7 @@ def check_model(model: str, model_class: str | None = None) -> Iterator[CheckRes
         except Exception as error:  # noqa: BLE001 - a user's class may raise any error; it is the result of the check
             yield CheckResult(check_name, False, " ".join(f"{type(error).__name__}: {error}".split())[:300])
         else:
-            yield CheckResult(check_name, not check_message.startswith(_FAILURE), check_message)
+            yield CheckResult(check_name, not check_message.startswith(_FAILURE_PREFIX), check_message)
 
 
 def _check_noise_levels(family: DiffusionModel) -> str:
@@ -75,7 +75,9 @@ def _check_noise_levels(family: DiffusionModel) -> str:
     scheduler.set_timesteps(4)
     max_sigma_difference = float((sigmas_N - scheduler.sigmas.double()).abs().max())
     schedule_description = f"{family.schedule!r}, shift {family.timestep_shift:g} ({family.train_shift:g} in training)"
-    failure_message = f"{_FAILURE}{schedule_description} is {max_sigma_difference:.2g} from {type(scheduler).__name__}"
+    failure_message = (
+        f"{_FAILURE_PREFIX}{schedule_description} is {max_sigma_difference:.2g} from {type(scheduler).__name__}"
+    )
     return schedule_description if max_sigma_difference < 1e-3 else failure_message
 
 
@@ -84,26 +86,29 @@ def _check_text_embedding(family: DiffusionModel) -> str:
     batch_embedding, single_embedding = family.text_embedding(_PROBE_PROMPTS), family.text_embedding(_PROBE_PROMPTS[1:])
     for name, value in batch_embedding.items():
         if len(value) != len(_PROBE_PROMPTS) or value.requires_grad:
-            return f"{_FAILURE}{name!r} is {tuple(value.shape)}, for {len(_PROBE_PROMPTS)} prompts, without gradient"
+            shape_text = f"{name!r} is {tuple(value.shape)}"
+            return f"{_FAILURE_PREFIX}{shape_text}, for {len(_PROBE_PROMPTS)} prompts, without gradient"
         if not torch.allclose(value[1:].float(), single_embedding[name].float(), atol=1e-3):
-            return f"{_FAILURE}{name!r} of a prompt depends on the prompts beside it"
+            return f"{_FAILURE_PREFIX}{name!r} of a prompt depends on the prompts beside it"
     return ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in batch_embedding.items())
 
 
 def _check_media(family: DiffusionModel) -> str:
     """Check that the VAE's latents have the shape `family.latent_shape`, and that decoded latents have the size of the
     original pixels."""
-    pixels, shape = _random_pixels(family)
-    mean, latent_logvar = family.visual_embedding(pixels)
-    if tuple(mean.shape[1:]) != shape:
-        return f"{_FAILURE}latents of {tuple(pixels.shape[1:])} are {tuple(mean.shape[1:])}, latent_shape says {shape}"
-    if latent_logvar is not None and latent_logvar.shape != mean.shape:
-        return f"{_FAILURE}mean and log-variance are of different shapes"
-    decoded_pixels = family.decode(mean)
+    pixels, latent_shape = _make_random_pixels(family)
+    latent_mean, latent_logvar = family.visual_embedding(pixels)
+    if tuple(latent_mean.shape[1:]) != latent_shape:
+        shapes_text = f"{tuple(pixels.shape[1:])} are {tuple(latent_mean.shape[1:])}"
+        return f"{_FAILURE_PREFIX}latents of {shapes_text}, latent_shape says {latent_shape}"
+    if latent_logvar is not None and latent_logvar.shape != latent_mean.shape:
+        return f"{_FAILURE_PREFIX}mean and log-variance are of different shapes"
+    decoded_pixels = family.decode(latent_mean)
     if decoded_pixels.shape != pixels.shape:
-        return f"{_FAILURE}{tuple(pixels.shape[1:])} comes back as {tuple(decoded_pixels.shape[1:])}"
+        return f"{_FAILURE_PREFIX}{tuple(pixels.shape[1:])} comes back as {tuple(decoded_pixels.shape[1:])}"
     vae_description = "posterior" if latent_logvar is not None else "deterministic"
-    return f"{tuple(pixels.shape[1:])} to {shape}, {vae_description}, standard deviation {mean.std().item():.2f}"
+    latent_std = latent_mean.std().item()
+    return f"{tuple(pixels.shape[1:])} to {latent_shape}, {vae_description}, standard deviation {latent_std:.2f}"
 
 
 def _check_prediction(family: DiffusionModel) -> str:
@@ -137,21 +142,26 @@ def _check_prediction(family: DiffusionModel) -> str:
             max_difference = max(max_difference, float(velocity_difference / expected_output.abs().max()))
     comparison_text = f"{len(recorded_calls)} calls, largest difference {max_difference:.1g}"
     is_within_tolerance = bool(recorded_calls) and max_difference <= _VELOCITY_TOLERANCE
-    return comparison_text if is_within_tolerance else f"{_FAILURE}{comparison_text}, more than {_VELOCITY_TOLERANCE:g}"
+    return (
+        comparison_text
+        if is_within_tolerance
+        else f"{_FAILURE_PREFIX}{comparison_text}, more than {_VELOCITY_TOLERANCE:g}"
+    )
 
 
 def _check_gradient(family: DiffusionModel) -> str:
     """Check that the backward pass of a loss computes gradients of the denoiser's weights."""
     denoiser = family.load_denoiser(torch.float32)
-    _, latent_shape = _random_pixels(family)
+    _, latent_shape = _make_random_pixels(family)
     text_inputs = family.text_embedding(_PROBE_PROMPTS)
     velocity = family.predict(denoiser, torch.randn(2, *latent_shape), torch.tensor([0.2, 0.8]), text_inputs)
     velocity.square().mean().backward()  # type: ignore[no-untyped-call]
-    weights = list(denoiser.parameters())
-    num_trained_weights = sum(weight.grad is not None for weight in weights)
+    denoiser_weights = list(denoiser.parameters())
+    num_trained_weights = sum(weight.grad is not None for weight in denoiser_weights)
     if not num_trained_weights or not torch.isfinite(velocity).all():
-        return f"{_FAILURE}no weight has a gradient, or a prediction is not finite"
-    return f"{num_trained_weights} of {len(weights)} weights, {sum(w.numel() for w in weights) / 1e6:.3g} M numbers"
+        return f"{_FAILURE_PREFIX}no weight has a gradient, or a prediction is not finite"
+    num_elements = sum(weight.numel() for weight in denoiser_weights)
+    return f"{num_trained_weights} of {len(denoiser_weights)} weights, {num_elements / 1e6:.3g} M numbers"
 
 
 def _check_adapter(family: DiffusionModel) -> str:
@@ -161,11 +171,11 @@ def _check_adapter(family: DiffusionModel) -> str:
     add_adapter(denoiser, LoraConfig(r=2), family.lora_targets)
     num_lora_factors = sum(parameter.requires_grad for parameter in denoiser.parameters())
     if not hasattr(family.folder.pipeline_class, "load_lora_weights"):
-        return f"{_FAILURE}{family.folder.class_name} has no load_lora_weights; train all weights"
+        return f"{_FAILURE_PREFIX}{family.folder.class_name} has no load_lora_weights; train all weights"
     return f"{num_lora_factors // 2} modules: {', '.join(family.lora_targets)}"
 
 
-def _random_pixels(family: DiffusionModel) -> tuple[Tensor, tuple[int, ...]]:
+def _make_random_pixels(family: DiffusionModel) -> tuple[Tensor, tuple[int, ...]]:
     """Return a small image or clip with values in [-1, 1], and the shape of its latents."""
     image_size, num_frames = family.size_multiple * 2, family.pixels_per_latent[0] + 1 if family.is_video else 1
     pixels_shape = (1, 3, *[num_frames] * family.is_video, image_size, image_size)

@@ -21,8 +21,8 @@ def compile_blocks(model: nn.Module) -> None:
     blocks = transformer_blocks(model)
     for block in blocks:
         block.compile(dynamic=True)
-    class_names = sorted({type(block).__name__ for block in blocks})
-    logger.info("compiled %d blocks of type %s", len(blocks), ", ".join(class_names))
+    block_class_names = sorted({type(block).__name__ for block in blocks})
+    logger.info("compiled %d blocks of type %s", len(blocks), ", ".join(block_class_names))
 
 
 def report_compilations(progress_writer: ProgressWriter) -> None:

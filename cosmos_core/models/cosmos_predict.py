@@ -73,16 +73,16 @@ class CosmosPredict(SanaVideo):
     ) -> dict[str, Any]:
         """Return the arguments of the denoiser for latents at their noise levels. Timesteps are noise levels from 0 to
         1, one per frame."""
-        trained_mask = self.trained_frames_mask(latents, num_conditioning_B)
-        if trained_mask is None:
-            trained_mask = latents.new_ones(len(latents), 1, latents.shape[2], 1, 1)
+        trained_frames_mask = self.trained_frames_mask(latents, num_conditioning_B)
+        if trained_frames_mask is None:
+            trained_frames_mask = latents.new_ones(len(latents), 1, latents.shape[2], 1, 1)
         noise_level = sigma_B.to(latents.device).view(-1, 1, 1, 1, 1)
         height, width = latents.shape[-2:]
         pixels_per_position = self.pixels_per_latent[1]
         return {
             "hidden_states": latents,
-            "condition_mask": (1 - trained_mask).expand(-1, -1, -1, height, width),
-            "timestep": (1 - trained_mask) * CONDITIONING_NOISE_LEVEL + trained_mask * noise_level,
+            "condition_mask": (1 - trained_frames_mask).expand(-1, -1, -1, height, width),
+            "timestep": (1 - trained_frames_mask) * CONDITIONING_NOISE_LEVEL + trained_frames_mask * noise_level,
             "encoder_hidden_states": text["prompt_embeds"],
             "padding_mask": latents.new_zeros(1, 1, height * pixels_per_position, width * pixels_per_position),
         }
@@ -110,9 +110,9 @@ class CosmosPredict(SanaVideo):
         for block in denoiser.transformer_blocks:
             block.attn1.set_processor(UlyssesAttention(clip_sharding))
 
-    def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+    def apply_guidance(self, conditional: Tensor, unconditional: Tensor, guidance_scale: float) -> Tensor:
         """Return the velocity with classifier-free guidance by the pipeline's formula; scale 0 disables guidance."""
-        return conditional + scale * (conditional - unconditional)
+        return conditional + guidance_scale * (conditional - unconditional)
 
     @property
     def train_shift(self) -> float:

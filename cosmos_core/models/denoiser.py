@@ -46,7 +46,7 @@ class Denoiser(ModelAdapter):
     """Interface of the trainer to the denoiser of a diffusion pipeline, the network that predicts the velocity. The
     network is replicated or sharded over the device mesh."""
 
-    default_outputs: RequestedOutputs = RequestedOutputs()
+    default_output_request: RequestedOutputs = RequestedOutputs()
 
     def __init__(
         self, model: Any, family: DiffusionModel, train_config: TrainConfig, mesh: Mesh | None = None,
@@ -95,7 +95,7 @@ class Denoiser(ModelAdapter):
         return self.family.apply_guidance(predict_with_text(text), predict_with_text(negative_text), guidance)
 
     def export(self, export_folder: Path) -> ExportResult | None:
-        model = self.whole_model()
+        model = self.gather_whole_model()
         if model is None:
             return None
         export_pipeline(self.family, model, export_folder)
@@ -122,8 +122,8 @@ class Denoiser(ModelAdapter):
         collated_samples = samples or [padding_sample]
         latents = self._stack_latents([sample.latents for sample in collated_samples])
         sigma_B = torch.tensor([sample.sigma for sample in collated_samples], dtype=torch.float64, device=self.device)
-        frame_counts = [sample.num_conditioning_frames for sample in collated_samples]
-        num_conditioning_B = torch.tensor(frame_counts, device=self.device) if any(frame_counts) else None
+        given_frame_counts = [sample.num_conditioning_frames for sample in collated_samples]
+        num_conditioning_B = torch.tensor(given_frame_counts, device=self.device) if any(given_frame_counts) else None
         inputs = {"noisy": latents}
         noise_by_sample = [noise for sample in collated_samples if (noise := sample.noise) is not None]
         if noise_by_sample:

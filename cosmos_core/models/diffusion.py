@@ -114,10 +114,10 @@ class DiffusionModel:
             remedy = "name another in policy.diffusers.sample.sigma_schedule"
             raise self._config_error(f"its scheduler has no table of noise levels here: {error}; {remedy}") from error
         sigmas_N = scheduler.sigmas.double()
-        has_expected_shape = sigmas_N.shape == computed_sigmas_N.shape
-        if has_expected_shape and (sigmas_N - computed_sigmas_N).abs().max() < _MAX_SIGMA_DIFFERENCE:
+        are_sigma_shapes_equal = sigmas_N.shape == computed_sigmas_N.shape
+        if are_sigma_shapes_equal and (sigmas_N - computed_sigmas_N).abs().max() < _MAX_SIGMA_DIFFERENCE:
             return computed_sigmas_N
-        if not (has_expected_shape and sigmas_N[0] <= 1 and sigmas_N[-1] == 0 and sigmas_N.diff().max() < 0):
+        if not (are_sigma_shapes_equal and sigmas_N[0] <= 1 and sigmas_N[-1] == 0 and sigmas_N.diff().max() < 0):
             raise self._config_error(
                 f"the {len(sigmas_N)} noise levels of its {type(scheduler).__name__} for {num_steps} "
                 f"steps go from {sigmas_N[0]:g} to {sigmas_N[-1]:g}; they must fall from at most 1 to 0 at each step: "
@@ -163,8 +163,8 @@ class DiffusionModel:
             if name != "timestep" and isinstance(value, Tensor) and value.is_floating_point():
                 denoiser_arguments[name] = value.to(dtype)
         velocity = self.velocity_of(denoiser(**denoiser_arguments, return_dict=False)[0], latents).to(latents.dtype)
-        trained_mask = self.trained_frames_mask(latents, num_conditioning_B)
-        return velocity if trained_mask is None else velocity * trained_mask
+        trained_frames_mask = self.trained_frames_mask(latents, num_conditioning_B)
+        return velocity if trained_frames_mask is None else velocity * trained_frames_mask
 
     def velocity_of(self, output: Tensor, latents: Tensor) -> Tensor:
         """Return the velocity that `output`, the output of the denoiser for `latents`, contains. The denoisers of some
@@ -176,9 +176,9 @@ class DiffusionModel:
         shape `shape` of one sample."""
         return hidden_states
 
-    def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+    def apply_guidance(self, conditional: Tensor, unconditional: Tensor, guidance_scale: float) -> Tensor:
         """Return the velocity with classifier-free guidance by the pipeline's formula; scale 1 disables guidance."""
-        return unconditional + scale * (conditional - unconditional)
+        return unconditional + guidance_scale * (conditional - unconditional)
 
     def check_context_parallel_size(self, size: int) -> None:
         """Raise ConfigError if `shard_tokens` cannot divide the tokens of a clip among `size` ranks."""
@@ -368,5 +368,5 @@ class DiffusionModel:
         block or, inside `component_offload.keep_on_device`, at the end of that context."""
         optional_components = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
         components = [component for component in optional_components if component is not None]
-        with torch.no_grad(), self.component_offload.on_device(components):
+        with torch.no_grad(), self.component_offload.use_on_device(components):
             yield components[-1] if components else None

@@ -48,8 +48,8 @@ def make_float32_predicate(model: PreTrainedModel, dtype: torch.dtype | None) ->
     """Return a function from the name of a weight to True if transformers keeps the weight in float32 in a model of
     `dtype`. An example is the bias of a router: rounded to 16 bits, the bias would select other experts."""
     float32_patterns = list(model._get_dtype_plan(dtype)) if dtype is not None else []
-    search_pattern = build_glob_alternation(float32_patterns)[0].search if float32_patterns else None
-    return lambda name: search_pattern is not None and search_pattern(name) is not None
+    find_float32_match = build_glob_alternation(float32_patterns)[0].search if float32_patterns else None
+    return lambda name: find_float32_match is not None and find_float32_match(name) is not None
 
 
 def find_float32_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> set[int]:
@@ -63,12 +63,12 @@ def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str
     state_dict, float32_addresses = merged_state_dict(model), find_float32_weights(model, dtype)
     if dtype is None:
         return state_dict
-    cast_tensors: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    cast_tensor_by_storage: dict[tuple[int, torch.Size], torch.Tensor] = {}
     for tensor in state_dict.values():
-        if (storage_key := (tensor.data_ptr(), tensor.shape)) not in cast_tensors:
+        if (storage_key := (tensor.data_ptr(), tensor.shape)) not in cast_tensor_by_storage:
             should_cast = tensor.is_floating_point() and tensor.data_ptr() not in float32_addresses
-            cast_tensors[storage_key] = tensor.to("cpu", dtype if should_cast else None)
-    return {name: cast_tensors[tensor.data_ptr(), tensor.shape] for name, tensor in state_dict.items()}
+            cast_tensor_by_storage[storage_key] = tensor.to("cpu", dtype if should_cast else None)
+    return {name: cast_tensor_by_storage[tensor.data_ptr(), tensor.shape] for name, tensor in state_dict.items()}
 
 
 def _make_export_config(model: PreTrainedModel, dtype: torch.dtype | None) -> Any:

@@ -42,7 +42,7 @@ def export_pipeline(
     the contents of further files by path in the folder.
     """
     with write_export(export_folder, extra_files) as staging_folder:
-        for relative_path in untrained_files(family.folder, family.denoiser_name):
+        for relative_path in list_untrained_files(family.folder, family.denoiser_name):
             (staging_folder / relative_path).parent.mkdir(parents=True, exist_ok=True)
             copy_file(family.folder.path / relative_path, staging_folder / relative_path)
         with merge_adapter(model):
@@ -53,14 +53,14 @@ def export_pipeline(
             denoiser_config.pop("_name_or_path", None)
             write_json(denoiser_folder / model.config_name, denoiser_config)
             save_torch_state_dict(
-                export_state_dict(model, dtype), denoiser_folder, filename_pattern=_WEIGHTS_FILE_PATTERN,
+                make_export_state_dict(model, dtype), denoiser_folder, filename_pattern=_WEIGHTS_FILE_PATTERN,
                 metadata={"format": "pt"},
             )  # fmt: skip
         if has_lora_adapter(model):
             _save_adapter(family, model, staging_folder / ADAPTER_FOLDER)
 
 
-def untrained_files(pipeline_folder: PipelineFolder, denoiser_name: str) -> Iterator[Path]:
+def list_untrained_files(pipeline_folder: PipelineFolder, denoiser_name: str) -> Iterator[Path]:
     """Yield the paths of the files of a pipeline, relative to its folder, except for those of the trained component
     `denoiser_name`."""
     yield Path(MODEL_INDEX_FILE)
@@ -80,10 +80,10 @@ def _save_adapter(family: DiffusionModel, model: Any, folder: Path) -> None:
     adapter_state_dict = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER_NAME, save_embedding_layers=False)
     assert not has_changed_base(model), "refused by `check`: the adapter would not fit the untouched base"
     adapter_settings = model.peft_config[_ADAPTER_NAME].to_dict() | {"inference_mode": True, "lora_dropout": 0.0}
-    json_settings = {k: sorted(v) if isinstance(v, (set, list)) else v for k, v in adapter_settings.items()}
+    sorted_adapter_settings = {k: sorted(v) if isinstance(v, (set, list)) else v for k, v in adapter_settings.items()}
     lora_arguments = {
         "lora_layers": {key: tensor.detach().cpu().contiguous() for key, tensor in adapter_state_dict.items()},
-        "lora_adapter_metadata": json.loads(json.dumps(json_settings, default=str, sort_keys=True)),
+        "lora_adapter_metadata": json.loads(json.dumps(sorted_adapter_settings, default=str, sort_keys=True)),
     }
     folder.mkdir(parents=True)
     family.folder.pipeline_class.save_lora_weights(
@@ -92,7 +92,7 @@ def _save_adapter(family: DiffusionModel, model: Any, folder: Path) -> None:
     )  # fmt: skip
 
 
-def export_state_dict(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def make_export_state_dict(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return the tensors of the denoiser by name for the export, on the CPU, with floating-point tensors in `dtype`.
     Call this function inside `merge_adapter`, so that the weights include the LoRA adapter."""
     return {

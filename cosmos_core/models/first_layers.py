@@ -83,8 +83,8 @@ def find_layers_path(model: PreTrainedModel) -> str | None:
     num_layers, transformer_block_set = getattr(config, "num_hidden_layers", 0), set(transformer_blocks(model))
     embedding = model.get_input_embeddings()
     for name, module in model.named_modules():
-        has_embedding = any(child_module is embedding for child_module in module.children())
-        for child_name, layers in module.named_children() if has_embedding else ():
+        is_embedding_parent = any(child_module is embedding for child_module in module.children())
+        for child_name, layers in module.named_children() if is_embedding_parent else ():
             if isinstance(layers, nn.ModuleList) and len(layers) == num_layers and set(layers) <= transformer_block_set:
                 return f"{name}.{child_name}" if name else child_name
     return None

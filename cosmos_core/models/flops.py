@@ -10,7 +10,7 @@ from torch import nn
 
 _MIN_MATRIX_SIZE, _MAX_MATRIX_SIZE = 256, {"cuda": 8192}
 _MIN_MEASURED_SECONDS = 0.03
-_NUM_MEASUREMENTS = 5
+_NUM_MATMUL_MEASUREMENTS = 5
 
 
 class TrainFlops:
@@ -33,8 +33,8 @@ class TrainFlops:
         # An embedding that shares no weight with the output head is used only for lookups.
         self.flops_per_token = 0.0
         for parameter in model.parameters():
-            is_embedding, is_head = (parameter is getattr(m, "weight", None) for m in (embedding, output_head))
-            if parameter.ndim < 2 or (is_embedding and not is_head):
+            is_embedding, is_output_head = (parameter is getattr(m, "weight", None) for m in (embedding, output_head))
+            if parameter.ndim < 2 or (is_embedding and not is_output_head):
                 continue
             active_fraction = active_expert_fraction if parameter.ndim == 3 else 1.0
             self.flops_per_token += active_fraction * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
@@ -57,7 +57,7 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     while matrix_size <= _MAX_MATRIX_SIZE.get(device.type, 1024):
         matmul_operand = torch.randn(matrix_size, matrix_size, device=device, dtype=dtype)
         shortest_seconds = float("inf")
-        for _ in range(_NUM_MEASUREMENTS):
+        for _ in range(_NUM_MATMUL_MEASUREMENTS):
             start_time = _read_synchronized_time(device)
             matmul_operand @ matmul_operand
             shortest_seconds = min(shortest_seconds, _read_synchronized_time(device) - start_time)

@@ -98,7 +98,7 @@ def sample_noise_levels(
     return shift_sigmas(sigmas_N, shift)
 
 
-def loss_weights(sigma_B: Tensor, weighting_scheme: str) -> Tensor:
+def compute_loss_weights(sigma_B: Tensor, weighting_scheme: str) -> Tensor:
     """Return the loss weight of each sample at its noise level, by the name of a weighting scheme.
 
     The weight is sigma^-2 for `sigma_sqrt`, 2 / (pi (1 - 2 sigma + 2 sigma^2)) for `cosmap`, and 1 for all other

@@ -163,8 +163,8 @@ class DpmSolver2M:
         log_snrs = [torch.log((1 - s) / s).item() for s in (self._sigmas_N[step_index - 1], sigma, next_sigma)]
         log_snr_step, previous_log_snr_step = log_snrs[2] - log_snrs[1], log_snrs[1] - log_snrs[0]
         clean_latents_slope = (clean_latents - previous_clean_latents) / (previous_log_snr_step / log_snr_step)
-        clean_scale = (1 - next_sigma).item() * math.expm1(-log_snr_step)
-        return (next_sigma / sigma).item() * x - clean_scale * clean_latents - 0.5 * clean_scale * clean_latents_slope
+        clean_factor = (1 - next_sigma).item() * math.expm1(-log_snr_step)
+        return (next_sigma / sigma).item() * x - clean_factor * clean_latents - 0.5 * clean_factor * clean_latents_slope
 
     def reset(self) -> None:
         """Discard the estimate of the clean latents of the previous step, for example after a stochastic step; the next

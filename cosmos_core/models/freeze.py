@@ -15,15 +15,15 @@ from cosmos_core.models.quantized_base import DEQUANTIZED_FORMATS, quantization_
 from cosmos_core.registry import suggest_names
 
 
-def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets: Sequence[str] = ()) -> None:
+def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_lora_targets: Sequence[str] = ()) -> None:
     """Mark which weights of a model are trained, according to the settings in `policy`.
 
     The settings are `lora`, which adds an adapter, or `freeze_pattern`, `trainable_pattern` and `trainable_map`. If
-    none is set, all weights are trained. A tied weight matches under each of its names. `default_targets` are the
+    none is set, all weights are trained. A tied weight matches under each of its names. `default_lora_targets` are the
     modules to adapt if the recipe names none; empty: the default modules of PEFT. Raise ConfigError if a name or
     pattern matches no weight, no weight remains to train, `lora` is combined with another of these settings, or the
     weights are quantized in a format that is not dequantized."""
-    keys = [key for key in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, key)]
+    freeze_keys = [key for key in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, key)]
     quant_format = quantization_method(model.config) if isinstance(model, PreTrainedModel) else None
     # Quantized weights cannot be trained. They all stay untrained only if `trainable_pattern` names other weights.
     trains_only_pattern_matches = bool(policy.trainable_pattern) and not any((policy.trainable_map or {}).values())
@@ -33,17 +33,19 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets
             f"no adapter can be merged into them, as engines and the export need; take the model without quantization, "
             f"or name other weights in policy.trainable_pattern alone"
         )
-    if not keys and policy.lora is None:
+    if not freeze_keys and policy.lora is None:
         return
     # transformers lets embeddings require gradients, which only reentrant gradient checkpointing needs. Without
     # gradients of the embeddings, the backward pass ends at the first trained layer.
     if isinstance(model, PreTrainedModel):
         model.disable_input_require_grads()
     if policy.lora is not None:
-        if keys:
-            raise ConfigError(f"policy.{keys[0]} excludes policy.lora, which trains adapters and modules_to_save alone")
+        if freeze_keys:
+            raise ConfigError(
+                f"policy.{freeze_keys[0]} excludes policy.lora, which trains adapters and modules_to_save alone"
+            )
         with _replace_meta_parameters(model):
-            add_adapter(model, policy.lora, default_targets)
+            add_adapter(model, policy.lora, default_lora_targets)
         return
     for key, patterns in (("freeze_pattern", policy.freeze_pattern), ("trainable_pattern", policy.trainable_pattern)):
         if patterns:
@@ -54,7 +56,7 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets
         # The longest name is applied last, so that the setting of an inner module takes precedence.
         _set_requires_grad(model, "policy.trainable_map", name, rf"^{re.escape(name)}(\.|\Z)", is_trained)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"policy.{keys[-1]} leaves no weight to train; name fewer in it")
+        raise ConfigError(f"policy.{freeze_keys[-1]} leaves no weight to train; name fewer in it")
 
 
 def _set_requires_grad(model: nn.Module, key: str, name_or_pattern: str, name_regex: str, is_trained: bool) -> None:

@@ -53,19 +53,19 @@ def save_generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenize
 def use_default_generation_config(model: PreTrainedModel) -> Iterator[None]:
     """During the `with` block, replace the generation config of a model by the default one, because `save_pretrained`
     refuses some configs."""
-    original_config, model.generation_config = model.generation_config, GenerationConfig()
+    original_generation_config, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
     finally:
-        model.generation_config = original_config
+        model.generation_config = original_generation_config
 
 
 def _read_generation_config(model: str, revision: str | None) -> dict[str, Any] | None:
     model_source, load_options = locate_model(model, revision)
     load_options |= {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     with translate_load_errors(GENERATION_CONFIG_FILE, model):
-        config_file = cached_file(str(model_source), GENERATION_CONFIG_FILE, **load_options)
-    return None if config_file is None else read_json(Path(config_file), model)
+        generation_config_file = cached_file(str(model_source), GENERATION_CONFIG_FILE, **load_options)
+    return None if generation_config_file is None else read_json(Path(generation_config_file), model)
 
 
 def _split_refused_settings(settings: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:

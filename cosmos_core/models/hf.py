@@ -77,11 +77,11 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
         has_adapter = (model_source / "adapter_config.json").is_file()
         if not (model_source / "config.json").is_file():
             remedy = "give a folder in Hugging Face format"
-            config_files = [
+            nested_config_files = [
                 file for level in (1, 2, 3) for file in sorted(model_source.glob("*/" * level + "config.json"))
             ]
-            if config_files:  # suggest subfolders, because `model` may be a folder of checkpoints
-                remedy += f", such as {' or '.join(str(file.parent) for file in config_files[:3])}"
+            if nested_config_files:  # suggest subfolders, because `model` may be a folder of checkpoints
+                remedy += f", such as {' or '.join(str(file.parent) for file in nested_config_files[:3])}"
             if has_adapter:
                 remedy = "it is an adapter: name its base here, and the folder in policy.lora.lora_path"
             elif (model_source / "model_index.json").is_file():
@@ -165,12 +165,12 @@ def check_row_length(config: PretrainedConfig, max_length: int) -> None:
 
 def check_rows(
     config: PretrainedConfig, prepared_folder: Path, build_model: Callable[[], PreTrainedModel],
-    *, splits_to_complete: Sequence[str] = (),
+    *, completed_splits: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """Return a warning if a row in `prepared_folder` has more tokens than the model has positions, otherwise an empty
     string. Raise DataError if a token has no embedding; raise ModelError if a row has more tokens than the model has
     learned position embeddings, or if a prompt leaves no position for its completion. `build_model` returns the model,
-    possibly without weights; it is called only if `config` lacks a size. `splits_to_complete` are the splits (`train`,
+    possibly without weights; it is called only if `config` lacks a size. `completed_splits` are the splits (`train`,
     `validation`) whose prompts a rollout engine completes."""
     text_config = config.get_text_config()
     try:
@@ -180,7 +180,7 @@ def check_rows(
         check_token_ids(prepared_folder, input_embedding.weight.shape[0])
     max_row_tokens = find_longest_row_length(prepared_folder)
     max_positions = getattr(text_config, "max_position_embeddings", None)
-    longest_prompt_lengths = [find_longest_row_length(prepared_folder, "prompt_ids", s) for s in splits_to_complete]
+    longest_prompt_lengths = [find_longest_row_length(prepared_folder, "prompt_ids", s) for s in completed_splits]
     max_prompt_tokens = max(longest_prompt_lengths, default=0)
     if max_positions and max_prompt_tokens >= max_positions:
         raise ModelError(
@@ -274,7 +274,7 @@ def check_loaded_tensors(loaded_model: PreTrainedModel, loading_info: dict[str, 
     them. In these cases, transformers only logs a warning."""
     mismatched_names = {mismatch[0] for mismatch in loading_info["mismatched_keys"]}
     tied_names = loaded_model.get_expanded_tied_weights_keys(all_submodels=True).keys()
-    names_by_problem = {
+    tensor_names_by_problem = {
         "missing from the files": set(loading_info["missing_keys"]) - mismatched_names,
         f"in the files but not in {type(loaded_model).__name__}": set(loading_info["unexpected_keys"]),
         "of another shape than config.json says": mismatched_names,
@@ -282,7 +282,7 @@ def check_loaded_tensors(loaded_model: PreTrainedModel, loading_info: dict[str, 
     }
     problem_texts = [
         f"{len(names)} tensors {problem}: {', '.join(sorted(names)[:3])}{', ...' * (len(names) > 3)}"
-        for problem, names in names_by_problem.items() if names
+        for problem, names in tensor_names_by_problem.items() if names
     ]  # fmt: skip
     if loading_info.get("error_msgs"):
         problem_texts.append("; ".join(loading_info["error_msgs"]))

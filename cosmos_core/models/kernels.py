@@ -37,12 +37,12 @@ def patch_with_liger(model: PreTrainedModel) -> None:
     """Replace norms, rotary embedding and activation functions of a model by Liger's kernels, but not the loss, because
     `scorer.py` computes log-probabilities. Raise ConfigError if Liger has no kernels for the model family."""
     liger_patch_module: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
-    patch_function_by_type = liger_patch_module.MODEL_TYPE_TO_APPLY_LIGER_FN
+    patch_function_by_model_type = liger_patch_module.MODEL_TYPE_TO_APPLY_LIGER_FN
     model_type = model.config.model_type
-    if model_type not in patch_function_by_type:
+    if model_type not in patch_function_by_model_type:
         raise ConfigError(f"policy.enable_liger_kernel = true: Liger has no kernels for {model_type}; leave it out")
     _original_namespaces.setdefault(type(model).__module__, dict(vars(sys.modules[type(model).__module__])))
-    patch_function_by_type[model_type](model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    patch_function_by_model_type[model_type](model=model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def unpatch_liger(model: PreTrainedModel) -> PreTrainedModel:
@@ -69,13 +69,13 @@ def enable_fp8_if_supported(model: PreTrainedModel, fp8_config: FP8Config) -> No
     )  # fmt: skip
 
 
-def convert_to_fp8(model: PreTrainedModel, fp8_config: FP8Config, *, emulate: bool = False) -> None:
+def convert_to_fp8(model: PreTrainedModel, fp8_config: FP8Config, *, should_emulate: bool = False) -> None:
     """Replace the linear layers in the transformer blocks of a model by layers that multiply in fp8, on any machine.
-    With `emulate`, these layers slowly compute the results of an fp8 GPU in higher precision."""
+    With `should_emulate`, these layers slowly compute the results of an fp8 GPU in higher precision."""
     float8_module: Any = importlib.import_module("torchao.float8")
     # Pad inner dimensions, because fp8 products need multiples of 16, and micro-batches have any number of tokens.
     config = float8_module.Float8LinearConfig.from_recipe_name(fp8_config.quant_recipe)
-    config = replace(config, pad_inner_dim=True, emulate=emulate)
+    config = replace(config, pad_inner_dim=True, emulate=should_emulate)
     block_class_names = tuple(model._no_split_modules or ())
     block_names = [name for name, module in model.named_modules() if type(module).__name__ in block_class_names]
 

@@ -30,10 +30,10 @@ from cosmos_core.models.adapter import PEFT_PREFIX, load_adapter_config, load_ad
 from cosmos_core.models.lora_targets import (
     ALL_LINEAR,
     ExactTargetLora,
-    adapted_layers,
-    adapted_layers_by_peft_name,
     describe_adapter,
+    find_adapted_layers,
     find_inseparable_layers,
+    find_layers_by_peft_name,
     find_lora_targets,
     make_portable_config,
     match_target_names,
@@ -57,18 +57,18 @@ def needs_base_weights(lora: LoraConfig | None) -> bool:
     return lora is not None and lora.lora_path is None and str(lora.init_lora_weights).startswith(_INITS_CHANGING_BASE)
 
 
-def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> None:
+def add_adapter(model: Any, lora: LoraConfig, target_modules: Sequence[str] = ()) -> None:
     """Add a new adapter, or the saved adapter in the folder `lora.lora_path`, to a model, and freeze all other weights.
 
-    The initialisation uses torch's global random generator. `targets` are the modules to adapt if the recipe names
-    none; empty: the default modules of PEFT. Raise ConfigError if the name of a target matches no module, or PEFT
-    refuses a setting; raise ModelError if the saved adapter is missing, or belongs to another model.
+    The initialisation uses torch's global random generator. `target_modules` are the modules to adapt if the recipe
+    names none; empty: the default modules of PEFT. Raise ConfigError if the name of a target matches no module, or
+    PEFT refuses a setting; raise ModelError if the saved adapter is missing, or belongs to another model.
     """
-    if lora.target_modules is None and lora.lora_path is None and targets:
-        lora = lora.copy_with(target_modules=tuple(targets))
-    targets = lora.target_modules if isinstance(lora.target_modules, tuple) else ()
+    if lora.target_modules is None and lora.lora_path is None and target_modules:
+        lora = lora.copy_with(target_modules=tuple(target_modules))
+    target_modules = lora.target_modules if isinstance(lora.target_modules, tuple) else ()
     modules_to_save = tuple(lora.modules_to_save or ())
-    _check_targets("target_modules", targets, possible_target_names(model), r"(^|.*\.){}")
+    _check_targets("target_modules", target_modules, possible_target_names(model), r"(^|.*\.){}")
     if isinstance(lora.target_modules, str) and lora.target_modules != ALL_LINEAR and lora.lora_path is None:
         lora = lora.copy_with(target_modules=match_target_names(model, lora.target_modules))
     _check_targets("modules_to_save", modules_to_save, [name for name, _ in model.named_modules() if name], r".*{}")
@@ -91,7 +91,7 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
         raise ConfigError(
             f"{key}: PEFT refuses {type(model).__name__}: {' '.join(str(error).split())[:200]}"
         ) from error
-    layers_by_name: Mapping[str, Any] = adapted_layers(model)
+    layers_by_name: Mapping[str, Any] = find_adapted_layers(model)
     if tied_targets := [name for name in tied_module_names if name in layers_by_name]:
         setting_name = f"lora_path = '{lora.lora_path}'" if lora.lora_path else "target_modules"
         raise ConfigError(
@@ -103,10 +103,10 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
         raise ConfigError(f"policy.lora changes {refused_names[0]!r}, {inseparable_layers[refused_names[0]]}; {remedy}")
     logger.info("policy.lora: %s", describe_adapter(model, lora.target_modules))
     for key, patterns in (("r_pattern", lora.r_pattern), ("alpha_pattern", lora.alpha_pattern)):
-        _check_targets(key, patterns or {}, adapted_layers_by_peft_name(model), r"(.*\.)?({})", True)
+        _check_targets(key, patterns or {}, find_layers_by_peft_name(model), r"(.*\.)?({})", True)
     write_pattern_per_layer(model, config)
     # Dropout on the output head is refused: the head runs again in the backward pass, with another dropout mask.
-    if lora.lora_dropout and isinstance(_embedding_and_head(model)[1], LoraLayer):
+    if lora.lora_dropout and isinstance(_get_embedding_and_head(model)[1], LoraLayer):
         raise ConfigError(
             f"policy.lora.lora_dropout = {lora.lora_dropout} excludes an adapter on the head; leave it out of "
             f"target_modules or set lora_dropout = 0.0"
@@ -150,7 +150,7 @@ def merge_adapter(model: nn.Module) -> Iterator[None]:
     After the `with` block, the base weights are restored from a copy: subtracting the adapter would leave rounding
     errors.
     """
-    layers = adapted_layers(model).values()
+    layers = find_adapted_layers(model).values()
     base_weights = {parameter: parameter.data for layer in layers for parameter in layer.get_base_layer().parameters()}
     try:
         with torch.no_grad():
@@ -158,10 +158,10 @@ def merge_adapter(model: nn.Module) -> Iterator[None]:
                 # Use `safe_merge`, which writes to new tensors, so that the base weights can be restored.
                 layer.merge(safe_merge=True)
         # Replace `get_parameter`, because `revert_weight_conversion` of transformers uses names without the adapter.
-        vars(model)["get_parameter"] = lambda name: merged_state_dict(model)[name]
+        model.__dict__["get_parameter"] = lambda name: merged_state_dict(model)[name]
         yield
     finally:
-        vars(model).pop("get_parameter", None)
+        model.__dict__.pop("get_parameter", None)
         for parameter, original_weight in base_weights.items():
             parameter.data = original_weight
         for layer in layers:
@@ -188,10 +188,10 @@ def trains_only_linear_factors(model: nn.Module) -> bool:
     if not has_lora_adapter(model) or has_changed_base(model):
         return False
     config: Any = model.peft_config[_ADAPTER_NAME]  # type: ignore[union-attr,index]
-    settings_of_other_weights = (config.modules_to_save, config.use_dora, config.lora_bias, config.bias != "none")
-    return not any(settings_of_other_weights) and all(
-        isinstance(layer.get_base_layer(), nn.Linear) and layer not in _embedding_and_head(model)
-        for layer in adapted_layers(model).values()
+    settings_beyond_factors = (config.modules_to_save, config.use_dora, config.lora_bias, config.bias != "none")
+    return not any(settings_beyond_factors) and all(
+        isinstance(layer.get_base_layer(), nn.Linear) and layer not in _get_embedding_and_head(model)
+        for layer in find_adapted_layers(model).values()
     )
 
 
@@ -201,9 +201,9 @@ def add_adapter_like(model: Any, adapted_model: Any) -> None:
         ExactTargetLora(model, copy.deepcopy(adapted_model.peft_config[_ADAPTER_NAME]), _ADAPTER_NAME)
 
 
-def lora_scale_by_layer(model: nn.Module) -> dict[str, float]:
+def get_lora_scales(model: nn.Module) -> dict[str, float]:
     """Return for each layer with LoRA factors, by name, the factor that scales their product B A."""
-    return {name: layer.scaling[_ADAPTER_NAME] for name, layer in adapted_layers(model).items()}
+    return {name: layer.scaling[_ADAPTER_NAME] for name, layer in find_adapted_layers(model).items()}
 
 
 def split_factor_key(key: str) -> tuple[str, str]:
@@ -281,7 +281,7 @@ def _check_targets(
             raise ConfigError(f"policy.lora.{key} = {target_name!r} matches no module{suggestion}")
 
 
-def _embedding_and_head(model: nn.Module) -> tuple[Any, Any]:
+def _get_embedding_and_head(model: nn.Module) -> tuple[Any, Any]:
     """Return the input embedding and the output head of a language model; None for a missing module."""
     if not isinstance(model, PreTrainedModel):
         return None, None
@@ -290,7 +290,7 @@ def _embedding_and_head(model: nn.Module) -> tuple[Any, Any]:
 
 def _find_tied_modules(model: nn.Module) -> list[str]:
     """Return the names of the input embedding and the output head if they share a weight, otherwise an empty list."""
-    embedding, output_head = _embedding_and_head(model)
+    embedding, output_head = _get_embedding_and_head(model)
     if embedding is None or output_head is None or embedding.weight is not output_head.weight:
         return []
     return [name for name, module in model.named_modules() if module in (embedding, output_head)]
@@ -299,16 +299,16 @@ def _find_tied_modules(model: nn.Module) -> list[str]:
 def _remove_wrapper_names(key: str, wrapper_names: set[str]) -> str:
     """Return a state dict key without the components that PEFT's wrappers add, such as `base_layer`; empty for a tensor
     of the adapter. `wrapper_names` are the names of the wrapped modules."""
-    key_components, remaining_components, component_index = key.split("."), [], 0
-    while component_index < len(key_components):
-        if ".".join(key_components[:component_index]) not in wrapper_names:
-            remaining_components.append(key_components[component_index])
-        elif key_components[component_index : component_index + 2] == ["modules_to_save", _ADAPTER_NAME]:
-            component_index += 1
-        elif key_components[component_index] != "base_layer":
+    key_components, remaining_key_components, key_component_index = key.split("."), [], 0
+    while key_component_index < len(key_components):
+        if ".".join(key_components[:key_component_index]) not in wrapper_names:
+            remaining_key_components.append(key_components[key_component_index])
+        elif key_components[key_component_index : key_component_index + 2] == ["modules_to_save", _ADAPTER_NAME]:
+            key_component_index += 1
+        elif key_components[key_component_index] != "base_layer":
             return ""
-        component_index += 1
-    return ".".join(remaining_components)
+        key_component_index += 1
+    return ".".join(remaining_key_components)
 
 
 def _rebase_adapter_on_original(model: nn.Module, lora_tensors: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:

@@ -71,7 +71,7 @@ def find_lora_targets(model: nn.Module, target_modules: Sequence[str] | str | No
         excluded_modules = [
             name for name, layer in linear_modules if name in excluded_names or not is_plain_linear(layer)
         ]
-        parameter_names = sorted(set(map(name_within_layer, stacked_parameters)))
+        parameter_names = sorted(set(map(get_name_within_layer, stacked_parameters)))
         double_rank_parameters = [name for name in parameter_names if name.endswith("gate_up_proj")]
         return AdapterTargets(ALL_LINEAR, parameter_names, excluded_modules, double_rank_parameters)
 
@@ -88,7 +88,7 @@ def find_lora_targets(model: nn.Module, target_modules: Sequence[str] | str | No
             if matching_names and len(matching_names) < len(projections):
                 raise ConfigError(
                     f"policy.lora.target_modules names {matching_names[0]!r} alone, but the experts of "
-                    f"{name_within_layer(parent_name)} "
+                    f"{get_name_within_layer(parent_name)} "
                     f"hold {' and '.join(projections)} in one matrix; name both or neither"
                 )
             if matching_names:
@@ -105,10 +105,10 @@ def find_lora_targets(model: nn.Module, target_modules: Sequence[str] | str | No
         elif matching_names := find_matching_targets(name):
             target_parameters.add(f"{_shorten_parameter_name(name, matching_names)}.weight")
             matched_targets |= set(matching_names)
-    remaining_targets = [
+    module_targets = [
         t for t in target_modules if t not in matched_targets or any(_has_name_suffix(name, t) for name in module_names)
     ]
-    return AdapterTargets(remaining_targets, sorted(target_parameters), [], sorted(double_rank_names))
+    return AdapterTargets(module_targets, sorted(target_parameters), [], sorted(double_rank_names))
 
 
 def find_inseparable_layers(model: nn.Module) -> dict[str, str]:
@@ -118,17 +118,17 @@ def find_inseparable_layers(model: nn.Module) -> dict[str, str]:
     linear_layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     num_layers_by_weight = Counter(id(layer.weight) for layer in linear_layers.values())
     tensor_key_by_layer = {name: f"{PEFT_PREFIX}{name}.lora_A.weight" for name in linear_layers}
-    empty_state_dict = {key: torch.empty(0) for key in tensor_key_by_layer.values()}
-    loaded_state_dict = convert_peft_adapter_state_dict_for_transformers(model, peft.LoraConfig(), empty_state_dict)
-    reason_by_layer = {
+    probe_state_dict = {key: torch.empty(0) for key in tensor_key_by_layer.values()}
+    converted_state_dict = convert_peft_adapter_state_dict_for_transformers(model, peft.LoraConfig(), probe_state_dict)
+    inseparable_reason_by_layer = {
         name: "whose adapter PEFT does not find again"
         for name, key in tensor_key_by_layer.items()
-        if key not in loaded_state_dict
+        if key not in converted_state_dict
     }
     for name, layer in linear_layers.items():
         if num_layers_by_weight[id(layer.weight)] > 1:
-            reason_by_layer[name] = f"whose weight {num_layers_by_weight[id(layer.weight)]} layers share"
-    return reason_by_layer
+            inseparable_reason_by_layer[name] = f"whose weight {num_layers_by_weight[id(layer.weight)]} layers share"
+    return inseparable_reason_by_layer
 
 
 def possible_target_names(model: nn.Module) -> list[str]:
@@ -168,13 +168,13 @@ def make_portable_config(config: Any, model: nn.Module) -> Any:
     if not rewritten_targets:
         return config
     config.target_modules = set(config.target_modules) - rewritten_targets
-    parameter_names, adapted_layer_by_name = set(config.target_parameters or ()), adapted_layers(model)
+    parameter_names, adapted_layer_by_name = set(config.target_parameters or ()), find_adapted_layers(model)
     module_names = [name for name, _ in model.named_modules() if ".base_layer" not in name]
-    num_modules_by_name = Counter(map(name_within_layer, module_names))
-    num_adapted_by_name = Counter(map(name_within_layer, adapted_layer_by_name))
+    num_modules_by_name = Counter(map(get_name_within_layer, module_names))
+    num_adapted_by_name = Counter(map(get_name_within_layer, adapted_layer_by_name))
     for name, layer in adapted_layer_by_name.items():
         if not isinstance(layer, ParamWrapper) and any(_has_name_suffix(name, target) for target in rewritten_targets):
-            name_in_layer = name_within_layer(name)
+            name_in_layer = get_name_within_layer(name)
             are_all_layers_adapted = num_modules_by_name[name_in_layer] == num_adapted_by_name[name_in_layer]
             parameter_names.add(f"{name_in_layer if are_all_layers_adapted else name}.weight")
             (rank,), (lora_alpha,) = layer.r.values(), layer.lora_alpha.values()
@@ -203,17 +203,17 @@ def resolve_saved_targets(config: Any, model: nn.Module) -> None:
         config.target_parameters |= set(adapter_targets.parameters)
 
 
-def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
+def find_adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """Return the layers of a model whose weights a LoRA adapter changes, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def adapted_layers_by_peft_name(model: nn.Module) -> dict[str, LoraLayer]:
+def find_layers_by_peft_name(model: nn.Module) -> dict[str, LoraLayer]:
     """Return the layers whose weights an adapter changes. The key of a layer is the name that PEFT compares with rank
     and alpha patterns: the name of the layer or, for stacked experts, of the parameter."""
     return {
         f"{name.replace('.base_layer', '')}.{layer.parameter_name}" if isinstance(layer, ParamWrapper) else name: layer
-        for name, layer in adapted_layers(model).items()
+        for name, layer in find_adapted_layers(model).items()
     }
 
 
@@ -221,7 +221,7 @@ def write_pattern_per_layer(model: Any, config: Any) -> None:
     """Replace the rank and alpha patterns in `config` by one pattern per layer if their order matters: PEFT uses the
     first matching pattern, but sorts the patterns of a saved adapter."""
     if any(list(patterns) != sorted(patterns) for patterns in (config.rank_pattern, config.alpha_pattern)):
-        layers = {re.escape(name): layer for name, layer in adapted_layers_by_peft_name(model).items()}
+        layers = {re.escape(name): layer for name, layer in find_layers_by_peft_name(model).items()}
         config.rank_pattern = {name: next(iter(layer.r.values())) for name, layer in layers.items()}
         config.alpha_pattern = {name: next(iter(layer.lora_alpha.values())) for name, layer in layers.items()}
 
@@ -229,12 +229,12 @@ def write_pattern_per_layer(model: Any, config: Any) -> None:
 def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> str:
     """Return a text about the adapter of a model: the numbers of adapted layers by their name within a layer of the
     model. For the setting `all-linear`, the text also lists the layers that the adapter does not change."""
-    layers = adapted_layers(model)
+    layers = find_adapted_layers(model)
     num_adapted_by_type: Counter[str] = Counter()
     layer_types = {name: re.sub(r"(^|\.)\d+\.", r"\1*.", name.replace(".base_layer", ""), count=1) for name in layers}
     # Only if layers of several stacks, such as a language model and a vision tower, are adapted: name the stack.
     if len({layer_type.partition("*")[0] for layer_type in layer_types.values() if "*" in layer_type}) < 2:
-        layer_types = {name: name_within_layer(name) for name in layers}
+        layer_types = {name: get_name_within_layer(name) for name in layers}
     for name, layer in layers.items():
         parameter_text = f".{layer.parameter_name}" if isinstance(layer, ParamWrapper) else ""
         if isinstance(layer, ParamWrapper) and layer.num_experts > 1:
@@ -251,12 +251,12 @@ def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> 
             continue
         if any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
             module_type = "the head" if module is output_head else type(module).__name__
-            num_unadapted_by_type[f"{name_within_layer(name)} ({module_type})"] += 1
+            num_unadapted_by_type[f"{get_name_within_layer(name)} ({module_type})"] += 1
     unadapted_description = ", ".join(f"{count} {layer_type}" for layer_type, count in num_unadapted_by_type.items())
     return adapter_text + f"; not on {unadapted_description}" * bool(num_unadapted_by_type)
 
 
-def name_within_layer(name: str) -> str:
+def get_name_within_layer(name: str) -> str:
     """Return the part of a module name after the layer number; this part is the same in all layers."""
     return re.split(r"(?:^|\.)\d+\.", name.replace(".base_layer", ""), maxsplit=1)[-1]
 
@@ -311,7 +311,7 @@ def _find_stacked_parameters(model: nn.Module) -> list[str]:
 def _shorten_parameter_name(name: str, targets: Sequence[str]) -> str:
     """Return the part of a parameter name after the layer number or, if one of the selected names `targets` is longer
     than this part, the whole name."""
-    name_in_layer = name_within_layer(name)
+    name_in_layer = get_name_within_layer(name)
     return name_in_layer if all(len(target) <= len(name_in_layer) for target in targets) else name
 
 

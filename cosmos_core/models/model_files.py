@@ -111,12 +111,12 @@ def _find_local_files(folder: Path, model: str) -> list[Path]:
         if os.path.lexists(folder / weights_file):  # lexists is true for a broken link, which must be reported
             return [folder / weights_file]
         if os.path.lexists(folder / index_file):
-            return _weight_files_in_index(folder / index_file, model)
+            return _list_weight_files_in_index(folder / index_file, model)
     problem = f"the folder has no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}"
     raise model_error(model, f"cannot load the weights: {problem}; copy them again")
 
 
-def _weight_files_in_index(index_file: Path, model: str) -> list[Path]:
+def _list_weight_files_in_index(index_file: Path, model: str) -> list[Path]:
     weights_index = read_json(index_file, model)
     weight_map = weights_index.get("weight_map")
     if not (isinstance(weight_map, dict) and weight_map and all(isinstance(name, str) for name in weight_map.values())):

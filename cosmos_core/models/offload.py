@@ -12,7 +12,7 @@ MIN_OFFLOADED_ELEMENTS = 1 << 10
 """Minimum number of elements of an offloaded tensor; offloading smaller tensors takes more time than it is worth."""
 
 
-def activations_on_cpu() -> saved_tensors_hooks:
+def offload_activations() -> saved_tensors_hooks:
     """Return hooks that offload activations to host memory, like torch's `save_on_cpu`. Parameters, which FSDP manages,
     and small tensors stay on the device."""
     offload_hooks = save_on_cpu(pin_memory=torch.cuda.is_available())
@@ -38,7 +38,7 @@ class ComponentOffload:
         """Pipeline components on the device, each with a list of pairs: a parameter, and its tensor in host memory."""
 
     @contextmanager
-    def on_device(self, components: Sequence[nn.Module]) -> Iterator[None]:
+    def use_on_device(self, components: Sequence[nn.Module]) -> Iterator[None]:
         """Keep the weights of `components` on the device during the `with` block. Then return them to host memory if
         offloading is enabled and no `keep_on_device` is active."""
         for component in components:

@@ -53,9 +53,9 @@ def open_model(stage: Stage) -> CausalLM:
     prepared_folder = stage.data if stage.kind.reads_data == "prepared" else None
     stage_context = StageContext(stage.recipe, stage.kind)
     has_validation_completions = stage_context.measures_held_out_rows and stage.recipe.has_validation_completions
-    splits_to_complete = ("train",) * (stage.kind.feed == "rollouts") + ("validation",) * has_validation_completions
+    completed_splits = ("train",) * (stage.kind.feed == "rollouts") + ("validation",) * has_validation_completions
     if prepared_folder is not None and (
-        rows_warning := check_rows(model.config, prepared_folder, lambda: model, splits_to_complete=splits_to_complete)
+        rows_warning := check_rows(model.config, prepared_folder, lambda: model, completed_splits=completed_splits)
     ):
         logger.warning("%s", rows_warning)
     enable_flash_attention_3()

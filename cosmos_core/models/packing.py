@@ -36,9 +36,9 @@ from cosmos_core.parallel.mesh import all_reduce_any
 PACKED_ATTENTION = "packed_sdpa"
 _PACKED_ATTENTION_NAMES = {"sdpa": PACKED_ATTENTION, "eager": "packed_eager"}
 _PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_PROBE_LENGTHS, _PROBE_SLIDING_WINDOW = (5, 9), 3
-_PROBE_TOLERANCE = 1e-3
-_VARLEN_DEVICE, _VARLEN_MIN_CAPABILITY = "cuda", (8, 0)
+_PROBE_SEQUENCE_LENGTHS, _PROBE_SLIDING_WINDOW = (5, 9), 3
+_LOGIT_TOLERANCE = 1e-3
+_VARLEN_DEVICE_TYPE, _VARLEN_MIN_CAPABILITY = "cuda", (8, 0)
 _VARLEN_DTYPES, _VARLEN_MAX_HEAD_SIZE = {torch.bfloat16, torch.float16}, 256
 _GQA_OPTIONS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Arguments of torch's `varlen_attn` for grouped-query attention; empty if it has no such argument."""
@@ -75,10 +75,10 @@ def enable_packing(
     if is_without_weight_data(model):
         _set_attention_function(model, _PACKED_ATTENTION_NAMES[attention_name])
         return ""
-    probe_dtypes = {} if gathers_in_compute_dtype else {model.dtype: None}
-    if compute_dtype and (gathers_in_compute_dtype or _compute_device(model).type == _VARLEN_DEVICE):
-        probe_dtypes[compute_dtype] = None
-    for dtype in probe_dtypes:
+    tested_dtypes = {} if gathers_in_compute_dtype else {model.dtype: None}
+    if compute_dtype and (gathers_in_compute_dtype or _get_compute_device(model).type == _VARLEN_DEVICE_TYPE):
+        tested_dtypes[compute_dtype] = None
+    for dtype in tested_dtypes:
         _set_attention_function(model, attention_name)
         is_packing_inexact = not _is_packing_exact(model, root_modules, attention_name, dtype)
         # All ranks must take the same decision, although each pipeline rank has tested only its own layers.
@@ -100,9 +100,9 @@ def can_merge_prompts(model: PreTrainedModel, root_modules: Sequence[Any], dtype
     has_window_layers = set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
     if config._attn_implementation != PACKED_ATTENTION or has_window_layers or getattr(config, "sliding_window", None):
         return False
-    if _compute_device(model).type != "cpu" or is_without_weight_data(model) or has_dropout(model):
+    if _get_compute_device(model).type != "cpu" or is_without_weight_data(model) or has_dropout(model):
         return False
-    prompt, *prompt_continuations = _random_rows(model, (7, *_PROBE_LENGTHS))
+    prompt, *prompt_continuations = _make_random_rows(model, (7, *_PROBE_SEQUENCE_LENGTHS))
     id_rows = [np.concatenate([prompt, continuation]) for continuation in prompt_continuations]
     merged_row = collate_shared_prompts(id_rows, [((0, 1), len(prompt))], 0, lambda length: length)
     with _evaluation_mode(model, dtype):
@@ -124,11 +124,11 @@ def packed_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     dropout_rate, attention_scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")
     is_gqa = query.shape[1] != key.shape[1]
-    if sequence_bounds is not None and query.device.type == _VARLEN_DEVICE:
+    if sequence_bounds is not None and query.device.type == _VARLEN_DEVICE_TYPE:
         # Autocast does not cast the inputs of `varlen_attn`: a norm of queries may return the dtype of its weights.
         dtype = autocast_dtype(query.device)
         qkv_states = query.to(dtype or query.dtype), key.to(dtype or key.dtype), value.to(dtype or value.dtype)
-        unsupported_reason = unsupported_varlen_reason(*qkv_states, dropout_rate)
+        unsupported_reason = find_unsupported_varlen_reason(*qkv_states, dropout_rate)
         if not unsupported_reason:
             return _varlen_attention(qkv_states, kwargs), None
         if not torch.compiler.is_compiling():
@@ -145,10 +145,10 @@ def packed_attention(
         )  # fmt: skip
         return output_BKPD.transpose(1, 2)
 
-    return _per_sequence_attention(sequence_bounds, compute_attention, query, key, value), None
+    return _attend_per_sequence(sequence_bounds, compute_attention, query, key, value), None
 
 
-def unsupported_varlen_reason(query: Tensor, key: Tensor, value: Tensor, dropout_rate: float) -> str:
+def find_unsupported_varlen_reason(query: Tensor, key: Tensor, value: Tensor, dropout_rate: float) -> str:
     """Return the reason why torch's `varlen_attn` does not support attention with these arguments; empty if it does."""
     head_size = query.shape[-1]
     if query.dtype not in _VARLEN_DTYPES:
@@ -195,11 +195,11 @@ def packed_eager_attention(
 
     def compute_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         length, min_logit = query.shape[2], torch.finfo(query.dtype).min
-        is_visible = _sliding_window_mask(length, window_size or length, query.device)
-        mask = query.new_zeros(length, length).masked_fill(~is_visible, min_logit)
+        is_key_visible = _sliding_window_mask(length, window_size or length, query.device)
+        mask = query.new_zeros(length, length).masked_fill(~is_key_visible, min_logit)
         return eager_attention(module, query, key, value, mask[None, None], **kwargs)[0]
 
-    return _per_sequence_attention(sequence_bounds, compute_attention, query, key, value), None
+    return _attend_per_sequence(sequence_bounds, compute_attention, query, key, value), None
 
 
 def _make_attention_mask(make_full_mask: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
@@ -209,7 +209,7 @@ def _make_attention_mask(make_full_mask: Callable[..., Tensor | None], *args: An
     return make_full_mask(*args, **kwargs) if has_padding or has_cache else None
 
 
-def _per_sequence_attention(
+def _attend_per_sequence(
     sequence_bounds: SequenceBounds | None, attention_fn: Callable[..., Tensor], *qkv: Tensor
 ) -> Tensor:
     """Compute the attention of each sequence of a packed row with `attention_fn`; `qkv` are queries, keys and values
@@ -222,7 +222,7 @@ def _per_sequence_attention(
     if sequence_bounds is None:
         return attention_fn(*qkv)
     lengths, prompt_indices = np.diff(sequence_bounds.boundaries).tolist(), sequence_bounds.prompt_indices
-    split_states = [state.squeeze(0).split(lengths, dim=1) for state in qkv]  # per sequence: (heads, tokens, head size)
+    qkv_slices = [state.squeeze(0).split(lengths, dim=1) for state in qkv]  # per sequence: (heads, tokens, head size)
     indices_by_lengths: dict[tuple[int, int], list[int]] = {}
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         length, prompt_index = lengths[index], prompt_indices[index]
@@ -233,9 +233,9 @@ def _per_sequence_attention(
         indices_by_lengths.setdefault((padded_length, prompt_length), []).append(index)
     output_by_index: dict[int, Tensor] = {}
     for (padded_length, prompt_length), indices in indices_by_lengths.items():
-        batched_qkv = [_pad_and_stack([slices[i] for i in indices], padded_length) for slices in split_states]
+        batched_qkv = [_pad_and_stack([slices[i] for i in indices], padded_length) for slices in qkv_slices]
         if prompt_length:  # prepend keys and values of shared prompts, to which the sequences attend
-            prompt_states = [torch.stack([slices[prompt_indices[i]] for i in indices]) for slices in split_states[1:]]
+            prompt_states = [torch.stack([slices[prompt_indices[i]] for i in indices]) for slices in qkv_slices[1:]]
             batched_qkv[1:] = [torch.cat(pair, dim=2) for pair in zip(prompt_states, batched_qkv[1:], strict=True)]
         output_by_index |= zip(indices, attention_fn(*batched_qkv).unbind(0), strict=True)
     return torch.cat([output_by_index[index][:length] for index, length in enumerate(lengths)]).unsqueeze(0)
@@ -259,8 +259,8 @@ def _set_attention_function(model: PreTrainedModel, attention_name: str) -> None
     """Make the language model in `model` use the attention function that transformers has registered as
     `attention_name`; a vision tower keeps its own, because it packs images differently."""
     text_config = model.config.get_text_config()
-    config_keys = [key for key in model.config.sub_configs if getattr(model.config, key) is text_config]
-    model.set_attn_implementation({config_keys[0]: attention_name} if config_keys else attention_name)
+    text_config_keys = [key for key in model.config.sub_configs if getattr(model.config, key) is text_config]
+    model.set_attn_implementation({text_config_keys[0]: attention_name} if text_config_keys else attention_name)
 
 
 @contextmanager
@@ -283,18 +283,18 @@ def _evaluation_mode(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[Non
     was_training = model.training
     model.eval()
     try:
-        with torch.autocast(_compute_device(model).type, dtype, enabled=dtype != model.dtype):
+        with torch.autocast(_get_compute_device(model).type, dtype, enabled=dtype != model.dtype):
             yield
     finally:
         model.train(was_training)
 
 
-def _random_rows(model: PreTrainedModel, row_lengths: Sequence[int]) -> list[np.ndarray]:
+def _make_random_rows(model: PreTrainedModel, row_lengths: Sequence[int]) -> list[np.ndarray]:
     generator, vocab_size = torch.Generator().manual_seed(0), int(model.config.get_text_config().vocab_size)
     return [torch.randint(vocab_size, (row_length,), generator=generator).numpy() for row_length in row_lengths]
 
 
-def _compute_device(model: PreTrainedModel) -> torch.device:
+def _get_compute_device(model: PreTrainedModel) -> torch.device:
     """Return the device on which the model computes: for shards, which can be on the CPU, the device of their mesh."""
     sharded_parameter = next((parameter for parameter in model.parameters() if isinstance(parameter, DTensor)), None)
     return model.device if sharded_parameter is None else torch.device(sharded_parameter.device_mesh.device_type)
@@ -308,7 +308,7 @@ def _is_packing_exact(
 
     Separate rows use the attention function `attention_name`. This function leaves packed attention enabled.
     """
-    id_rows = _random_rows(model, _PROBE_LENGTHS)
+    id_rows = _make_random_rows(model, _PROBE_SEQUENCE_LENGTHS)
 
     def compute_outputs(id_rows: Sequence[Any], *, is_packed: bool) -> Tensor:
         probe_inputs = collate_rows(id_rows, 0, is_packed=is_packed).inputs
@@ -329,7 +329,7 @@ def _is_packing_exact(
 def _compute_probe_outputs(model: PreTrainedModel, root_modules: Sequence[Any], probe_inputs: dict[str, Any]) -> Tensor:
     """Return the logits of the first row of `probe_inputs` or, with `root_modules`, the concatenated hidden states that
     these modules compute."""
-    probe_inputs = to_device(probe_inputs, _compute_device(model))
+    probe_inputs = to_device(probe_inputs, _get_compute_device(model))
     if root_modules:
         return torch.cat([root_module.probe_hidden_states(probe_inputs)[0] for root_module in root_modules], dim=-1)
     return model(**probe_inputs, use_cache=False).logits[0]
@@ -338,7 +338,7 @@ def _compute_probe_outputs(model: PreTrainedModel, root_modules: Sequence[Any], 
 def is_close(outputs: Tensor, expected_outputs: Tensor, dtype: torch.dtype) -> bool:
     """Return True if two computations of the same outputs in `dtype` differ only by rounding."""
     # Half precision needs a larger tolerance, because the kernels of packed and separate rows round differently.
-    tolerance = max(_PROBE_TOLERANCE, 8 * torch.finfo(dtype).eps)
+    tolerance = max(_LOGIT_TOLERANCE, 8 * torch.finfo(dtype).eps)
     return bool((outputs - expected_outputs).abs().max() <= tolerance * max(1.0, expected_outputs.abs().max().item()))
 
 

@@ -139,6 +139,6 @@ class PipelineRunner(MicroBatchRunner):
             for stage_module in self.root_modules
         ]  # fmt: skip
         schedule_class: Any = _SCHEDULE_CLASSES[self._parallelism.pp_schedule]
-        is_interleaved = schedule_class is ScheduleInterleaved1F1B
-        schedule_stages: Any = pipeline_stages if is_interleaved else pipeline_stages[0]
+        is_schedule_interleaved = schedule_class is ScheduleInterleaved1F1B
+        schedule_stages: Any = pipeline_stages if is_schedule_interleaved else pipeline_stages[0]
         return schedule_class(schedule_stages, num_batches, loss_fn=loss_fn, scale_grads=False)

@@ -47,21 +47,21 @@ def processor_files(
     }
     # chat_template.json is left out: transformers would prefer it to the `chat_template.jinja` of an export.
     file_names = [name for name in PROCESSOR_FILES if chat_template is None or name != "chat_template.json"]
-    path_by_name = {name: cached_file(str(model_source), name, **load_options) for name in file_names}
-    content_by_name = {name: Path(path).read_bytes() for name, path in path_by_name.items() if path is not None}
-    if chat_template is not None and b'"chat_template"' in (content := content_by_name.get(PROCESSOR_FILES[0], b"")):
+    cached_paths = {name: cached_file(str(model_source), name, **load_options) for name in file_names}
+    file_contents = {name: Path(path).read_bytes() for name, path in cached_paths.items() if path is not None}
+    if chat_template is not None and b'"chat_template"' in (content := file_contents.get(PROCESSOR_FILES[0], b"")):
         settings = json.loads(content)
         settings.pop("chat_template", None)
-        content_by_name[PROCESSOR_FILES[0]] = json.dumps(settings, indent=2).encode()
+        file_contents[PROCESSOR_FILES[0]] = json.dumps(settings, indent=2).encode()
     if pixel_limits and (processor := load_processor(model, revision, pixel_limits)) is not None:
         size_settings = {key: getattr(processor.image_processor.size, key) for key in _SIZE_KEY_BY_PIXEL_LIMIT.values()}
-        for name in content_by_name.keys() & PROCESSOR_FILES[:2]:
-            settings = json.loads(content_by_name[name])
+        for name in file_contents.keys() & PROCESSOR_FILES[:2]:
+            settings = json.loads(file_contents[name])
             # The image settings are a table of processor_config.json, or the whole of preprocessor_config.json.
             image_settings = settings if name == PROCESSOR_FILES[1] else settings.get("image_processor", {})
             image_settings |= {"size": size_settings} | {key: n for key, n in pixel_limits if key in image_settings}
-            content_by_name[name] = json.dumps(settings, indent=2).encode()
-    return content_by_name
+            file_contents[name] = json.dumps(settings, indent=2).encode()
+    return file_contents
 
 
 def load_processor(model: str, revision: str | None = None, pixel_limits: PixelLimits = ()) -> ProcessorMixin | None:
@@ -90,7 +90,7 @@ def load_processor(model: str, revision: str | None = None, pixel_limits: PixelL
     return processor
 
 
-def image_token_text(processor: ProcessorMixin) -> str:
+def get_image_token(processor: ProcessorMixin) -> str:
     """Return the text that stands for an image in a prompt; the processor replaces it by the tokens of the image."""
     return cast(Any, processor).image_token
 
@@ -109,12 +109,12 @@ def _load_processor_without_video(cls: Any, model_source: str, load_options: dic
     }
     patched_class: Any = type(cls.__name__, (cls,), overridden_methods)
     processor_settings, _ = cls.get_processor_dict(model_source, **load_options)
-    component_by_name = {
+    processor_component_by_name = {
         "image_processor": AutoImageProcessor.from_pretrained(model_source, **load_options),
         "tokenizer": AutoTokenizer.from_pretrained(model_source, **load_options),
         "video_processor": None,
     }
-    components = [component_by_name[name] for name in cls.get_attributes()]
+    components = [processor_component_by_name[name] for name in cls.get_attributes()]
     return patched_class.from_args_and_dict(components, processor_settings)
 
 
@@ -134,7 +134,7 @@ class ImageReader:
         has_cross_attention = "cross_attention_mask" in self._processor.model_input_names
         return len(sample.images) if has_cross_attention else min(len(sample.images), 1)
 
-    def num_tokens_before_images(self, token_ids: Sequence[int]) -> int:
+    def count_tokens_before_images(self, token_ids: Sequence[int]) -> int:
         """Return the number of tokens before the first image token in a completion. A policy sometimes samples image
         tokens although there is no image; such a completion is truncated before its first image token."""
         if not token_ids:
@@ -148,9 +148,9 @@ class ImageReader:
         were prepared."""
         images = [[open_image(image_reference) for image_reference in sample.images] for sample in rows]
         # The texts have only image tokens, because image inputs do not depend on other tokens.
-        image_texts = [image_token_text(self._processor) * len(sample_images) for sample_images in images]
+        image_token_texts = [get_image_token(self._processor) * len(sample_images) for sample_images in images]
         inputs: dict[str, Any] = dict(
-            self._processor(text=image_texts, images=images, padding=True, return_tensors="pt")
+            self._processor(text=image_token_texts, images=images, padding=True, return_tensors="pt")
         )
         processed_ids_BT, _ = inputs.pop("input_ids"), inputs.pop("attention_mask", None)
         processed_image_mask_BT = self._mark_image_tokens(processed_ids_BT)

@@ -29,7 +29,7 @@ _ATTENTION_OPERATIONS = {
     _ATEN_OPERATORS._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
 }
-_MATRIX_PRODUCTS = {_ATEN_OPERATORS.mm.default, _ATEN_OPERATORS.addmm.default}
+_MATRIX_PRODUCT_OPERATIONS = {_ATEN_OPERATORS.mm.default, _ATEN_OPERATORS.addmm.default}
 
 
 def recompute_activations(model: Any, recompute_mode: RecomputeMode) -> None:
@@ -56,8 +56,8 @@ def recompute_activations(model: Any, recompute_mode: RecomputeMode) -> None:
 
 
 def _choose_checkpoint_policy(checkpoint_context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    should_save = operation in _ATTENTION_OPERATIONS
-    if operation in _MATRIX_PRODUCTS:
+    should_save_output = operation in _ATTENTION_OPERATIONS
+    if operation in _MATRIX_PRODUCT_OPERATIONS:
         left_matrix, right_matrix = args[-2:]
-        should_save = right_matrix.shape[-1] <= left_matrix.shape[-1]
-    return CheckpointPolicy.MUST_SAVE if should_save else CheckpointPolicy.PREFER_RECOMPUTE
+        should_save_output = right_matrix.shape[-1] <= left_matrix.shape[-1]
+    return CheckpointPolicy.MUST_SAVE if should_save_output else CheckpointPolicy.PREFER_RECOMPUTE

@@ -28,18 +28,18 @@ class Sana(DiffusionModel):
     pipeline_multiple = 32
 
     def text_embedding(self, prompts: Sequence[str]) -> TextInputs:
-        call_parameters = inspect.signature(type(self.pipeline).__call__).parameters
-        prompt_instruction = call_parameters["complex_human_instruction"].default
-        encoded_prompts = []
+        pipeline_call_parameters = inspect.signature(type(self.pipeline).__call__).parameters
+        prompt_instruction = pipeline_call_parameters["complex_human_instruction"].default
+        embeddings_and_masks = []
         with self._working("text_encoder"):
             for prompt in prompts:
-                embedding_1LD, mask_1L, _, _ = self.pipeline.encode_prompt(
+                embedding_1LD, prompt_mask_1L, _, _ = self.pipeline.encode_prompt(
                     [prompt], False, device=self.device, max_sequence_length=self.config.max_prompt_length,
                     complex_human_instruction=prompt_instruction if prompt else None,
                 )  # fmt: skip
-                encoded_prompts.append((embedding_1LD.cpu(), mask_1L.cpu()))
-        embeddings_BLD, mask_BL = (torch.cat(tensors) for tensors in zip(*encoded_prompts, strict=True))
-        return {"prompt_embeds": embeddings_BLD, "prompt_attention_mask": mask_BL}
+                embeddings_and_masks.append((embedding_1LD.cpu(), prompt_mask_1L.cpu()))
+        embeddings_BLD, prompt_mask_BL = (torch.cat(tensors) for tensors in zip(*embeddings_and_masks, strict=True))
+        return {"prompt_embeds": embeddings_BLD, "prompt_attention_mask": prompt_mask_BL}
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
         with self._working("vae") as vae:

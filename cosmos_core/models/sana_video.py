@@ -37,8 +37,8 @@ class SanaVideo(Sana):
         return video_compression_factors(self.folder.settings("vae"))
 
     def call_settings(self, *size: Any, **settings: Any) -> dict[str, Any]:
-        call_arguments = super().call_settings(*size, **settings)
-        return call_arguments | {"frames": call_arguments.pop("num_frames")}
+        pipeline_call_arguments = super().call_settings(*size, **settings)
+        return pipeline_call_arguments | {"frames": pipeline_call_arguments.pop("num_frames")}
 
     def check_context_parallel_size(self, size: int) -> None:
         """Accept any number of context-parallel ranks, because each rank gets whole frames."""
@@ -64,10 +64,10 @@ def latent_channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor
     buffers, in a shape that broadcasts over `latents`; 0 and 1 if it has neither."""
     channel_statistics = []
     for name, default_value in (("latents_mean", 0.0), ("latents_std", 1.0)):
-        values_C = vae.config.get(name)
-        values_C = vae.__dict__.get("_buffers", {}).get(name) if values_C is None else values_C
-        values_C = torch.full((latents.shape[1],), default_value) if values_C is None else torch.as_tensor(values_C)
-        channel_statistics.append(values_C.to(latents).view(1, -1, 1, 1, 1))
+        stats_C = vae.config.get(name)
+        stats_C = vae.__dict__.get("_buffers", {}).get(name) if stats_C is None else stats_C
+        stats_C = torch.full((latents.shape[1],), default_value) if stats_C is None else torch.as_tensor(stats_C)
+        channel_statistics.append(stats_C.to(latents).view(1, -1, 1, 1, 1))
     return channel_statistics[0], channel_statistics[1]
 
 

@@ -29,7 +29,7 @@ from cosmos_core.models import balance
 from cosmos_core.models.length_rounding import autocast_dtype, pad_for_kernel
 
 NUM_PROBE_TOKENS = 8
-_PROBE_TOLERANCE = 1e-4
+_LOGIT_TOLERANCE = 1e-4
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _MEMORY_CHUNK_RATIO = 64 << 20, 1 << 30, 64
 
 
@@ -51,7 +51,7 @@ LOGPROBS_ONLY = RequestedOutputs()
 """Outputs for a caller that needs only log-probabilities, at temperature 1."""
 
 
-def default_chunk_bytes(device: torch.device) -> int:
+def choose_chunk_bytes(device: torch.device) -> int:
     """Return the maximum size in bytes of the float32 logits of one chunk: a 64th of the memory of `device`, rounded
     down to a power of two, but from 64 MiB to 1 GiB.
 
@@ -69,7 +69,7 @@ class LogprobScorer(nn.Module):
 
     def __init__(self, model: PreTrainedModel, chunk_bytes: int | None = None) -> None:
         """Store the language model. `chunk_bytes`: maximum size of the float32 logits of one chunk of tokens; None:
-        `default_chunk_bytes`."""
+        `choose_chunk_bytes`."""
         super().__init__()
         self.model = model
         self._chunk_bytes = chunk_bytes
@@ -109,18 +109,18 @@ class LogprobScorer(nn.Module):
         has_shifted_labels = "shift_labels" in inputs
         labels_BS = inputs["shift_labels"] if has_shifted_labels else inputs["input_ids"][:, 1:]
         labels_N = labels_BS.reshape(-1)[scored_index_N]
-        hidden_BTH, head, auxiliary_loss = self._run_without_head(inputs)
+        hidden_BTH, output_head, auxiliary_loss = self._run_without_head(inputs)
         hidden_BSH = hidden_BTH if has_shifted_labels else hidden_BTH[:, :-1]
         hidden_NH = hidden_BSH.reshape(-1, hidden_BTH.shape[-1])[scored_index_N]
-        max_chunk_bytes = self._chunk_bytes or default_chunk_bytes(hidden_NH.device)
+        max_chunk_bytes = self._chunk_bytes or choose_chunk_bytes(hidden_NH.device)
         num_token_ids = min(self.num_token_ids or self.vocab_size, self.vocab_size)
         num_top_ids = min(output_request.top_k, num_token_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
         chunk_size = max(1, max_chunk_bytes // (4 * self.vocab_size))
-        chunk_scorer = _ChunkScorer(head, output_request, num_top_ids, num_token_ids, dtype, chunk_size)
+        chunk_scorer = _ChunkScorer(output_head, output_request, num_top_ids, num_token_ids, dtype, chunk_size)
         if loss_gradient_N is not None:
             # Convert to the dtype in which `_ChunkedScoring.backward` compares this gradient with that of autograd.
             loss_gradient_N = loss_gradient_N.to(dtype)
-        head_weights = head.trained_weights.values() if torch.is_grad_enabled() else ()
+        head_weights = output_head.trained_weights.values() if torch.is_grad_enabled() else ()
         outputs = _ChunkedScoring.apply(chunk_scorer, hidden_NH, labels_N, top_ids_NK, loss_gradient_N, *head_weights)
         return dict(zip(chunk_scorer.output_names, outputs, strict=True)) | auxiliary_loss
 
@@ -196,7 +196,7 @@ class LogprobScorer(nn.Module):
                 return False
             logits = self._scale_logits(output_head(hidden_states))
         is_same_shape = expected_logits.shape == logits.shape
-        return is_same_shape and torch.allclose(expected_logits, logits, atol=_PROBE_TOLERANCE, rtol=_PROBE_TOLERANCE)
+        return is_same_shape and torch.allclose(expected_logits, logits, atol=_LOGIT_TOLERANCE, rtol=_LOGIT_TOLERANCE)
 
 
 def is_without_weight_data(model: nn.Module) -> bool:
@@ -274,7 +274,7 @@ class _ChunkScorer:
         entropy_without_gradient = ["entropy"] * (self.output_request.entropy != "gradient")
         return set(self.output_names) - {"top_ids", "is_argmax", *entropy_without_gradient}
 
-    def chunk_slices(self, num_tokens: int) -> list[slice]:
+    def make_chunk_slices(self, num_tokens: int) -> list[slice]:
         return [slice(start, start + self.chunk_size) for start in range(0, num_tokens, self.chunk_size)]
 
     def compute_logits(self, hidden_MH: Tensor, autocast_weights: dict[str, Tensor]) -> Tensor:
@@ -358,13 +358,13 @@ class _ChunkedScoring(torch.autograd.Function):
         ctx.chunk_scorer, ctx.head_weights = chunk_scorer, head_weights
         ctx.compute_dtype = autocast_dtype(hidden_NH.device)
         grad_accumulator, output_names = None, chunk_scorer.output_names
-        is_derivative_known = loss_gradient_N is not None and chunk_scorer.differentiable_outputs == {"logprobs"}
-        if is_derivative_known and any(ctx.needs_input_grad):
+        is_loss_derivative_known = loss_gradient_N is not None and chunk_scorer.differentiable_outputs == {"logprobs"}
+        if is_loss_derivative_known and any(ctx.needs_input_grad):
             grad_accumulator = _GradientAccumulator(chunk_scorer, hidden_NH, head_weights, ctx.compute_dtype)
         chunk_outputs: list[dict[str, Tensor]] = []
         with _open_autocast(hidden_NH.device, ctx.compute_dtype):
             autocast_weights = {} if grad_accumulator else chunk_scorer.head.make_autocast_weights(ctx.compute_dtype)
-            for chunk in chunk_scorer.chunk_slices(len(labels_N)):
+            for chunk in chunk_scorer.make_chunk_slices(len(labels_N)):
                 labels_M, top_ids_MK = labels_N[chunk], None if top_ids_NK is None else top_ids_NK[chunk]
                 if grad_accumulator:
                     logits_MV = grad_accumulator.compute_logits(chunk)
@@ -379,7 +379,7 @@ class _ChunkedScoring(torch.autograd.Function):
                         chunk_scorer.compute_logit_gradient(scaled_MV, logsumexp_M1, labels_M, chunk_gradients, None)
                     )
                 del scaled_MV, logsumexp_M1
-        ctx.precomputed_gradients = grad_accumulator.total_gradients() if grad_accumulator else None
+        ctx.precomputed_gradients = grad_accumulator.get_total_gradients() if grad_accumulator else None
         outputs = {
             name: _concatenate_chunks([outputs_M[name] for outputs_M in chunk_outputs], name, chunk_scorer, hidden_NH)
             for name in output_names
@@ -400,7 +400,7 @@ class _ChunkedScoring(torch.autograd.Function):
         del precomputed_gradients
         with _open_autocast(hidden_NH.device, ctx.compute_dtype):
             grad_accumulator = _GradientAccumulator(chunk_scorer, hidden_NH, ctx.head_weights, ctx.compute_dtype)
-            for chunk in chunk_scorer.chunk_slices(len(labels_N)):
+            for chunk in chunk_scorer.make_chunk_slices(len(labels_N)):
                 labels_M, top_ids_MK = labels_N[chunk], None if top_ids_NK is None else top_ids_NK[chunk]
                 scaled_MV, logsumexp_M1 = chunk_scorer.scale_logits(grad_accumulator.compute_logits(chunk))
                 chunk_gradients = {name: gradients_by_name[name][chunk] for name in chunk_scorer.differentiable_outputs}
@@ -408,7 +408,7 @@ class _ChunkedScoring(torch.autograd.Function):
                     chunk_scorer.compute_logit_gradient(scaled_MV, logsumexp_M1, labels_M, chunk_gradients, top_ids_MK)
                 )
                 del scaled_MV, logsumexp_M1
-        total_gradients = grad_accumulator.total_gradients()
+        total_gradients = grad_accumulator.get_total_gradients()
         return None, total_gradients[0], None, None, None, *total_gradients[1:]
 
 
@@ -421,7 +421,7 @@ class _GradientAccumulator:
         self._chunk_scorer, self._hidden_NH, self._head_weights = chunk_scorer, hidden_NH, head_weights
         self._autocast_weights = chunk_scorer.head.make_autocast_weights(dtype)
         named_weights = zip(chunk_scorer.head.trained_weights, head_weights, strict=True)
-        self._tensors_with_grad = [self._autocast_weights.get(name, weight) for name, weight in named_weights]
+        self._differentiable_weights = [self._autocast_weights.get(name, weight) for name, weight in named_weights]
         self._hidden_gradient = torch.empty_like(hidden_NH)
         self._weight_gradients: list[Tensor] = []
         self._has_many_chunks = len(hidden_NH) > chunk_scorer.chunk_size
@@ -440,7 +440,7 @@ class _GradientAccumulator:
         the head; `gradient_MV` is the gradient of the loss for the logits of the chunk: M tokens, V vocabulary
         entries."""
         self._hidden_gradient[self._current_chunk_slice], *weight_gradients = torch.autograd.grad(
-            self._logits_MV, [self._hidden_MH, *self._tensors_with_grad], gradient_MV.to(self._logits_MV.dtype)
+            self._logits_MV, [self._hidden_MH, *self._differentiable_weights], gradient_MV.to(self._logits_MV.dtype)
         )
         del self._logits_MV
         if not self._weight_gradients:
@@ -453,7 +453,7 @@ class _GradientAccumulator:
         for total_gradient, gradient in zip(self._weight_gradients, weight_gradients, strict=True):
             total_gradient.add_(gradient)
 
-    def total_gradients(self) -> tuple[Tensor, ...]:
+    def get_total_gradients(self) -> tuple[Tensor, ...]:
         weights = self._head_weights
         weight_gradients = self._weight_gradients or [torch.zeros_like(weight) for weight in weights]
         return (self._hidden_gradient, *(t.to(w.dtype) for t, w in zip(weight_gradients, weights, strict=True)))

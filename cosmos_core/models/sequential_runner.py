@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.models.base import LossFn, MicroBatchRunner, OutputSpec
-from cosmos_core.models.offload import activations_on_cpu
+from cosmos_core.models.offload import offload_activations
 
 ForwardFn = Callable[[Any, OutputSpec], dict[str, Tensor]]
 """Function from a micro-batch and the requested outputs to the outputs of the model by name."""
@@ -42,6 +42,6 @@ def forward_context(train_config: TrainConfig, device: torch.device) -> Iterator
     needs_autocast = train_config.param_dtype != train_config.master_dtype
     with (
         torch.autocast(device.type, dtype=getattr(torch, train_config.param_dtype), enabled=needs_autocast),
-        activations_on_cpu() if train_config.activation_offload and torch.is_grad_enabled() else nullcontext(),
+        offload_activations() if train_config.activation_offload and torch.is_grad_enabled() else nullcontext(),
     ):
         yield

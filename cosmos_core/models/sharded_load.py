@@ -41,13 +41,13 @@ from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.hf import check_loaded_tensors, describe_nonfinite_values, load_model, model_without_weights
 from cosmos_core.models.model_files import model_error, translate_load_errors, unmergeable_tensors_error, weight_files
 from cosmos_core.models.recompute import RecomputeMode
-from cosmos_core.parallel.fsdp import list_parameter_names, local_shard, shard_bounds
+from cosmos_core.parallel.fsdp import get_shard_bounds, list_parameter_names, local_shard
 from cosmos_core.parallel.mesh import first_error_of_ranks
 from cosmos_core.transient import is_machine_error
 
 logger = logging.getLogger(__name__)
 
-_ADAPTER_NAME_COMPONENTS = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
+_WRAPPER_NAME_REGEX = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
 """Pattern of the components that an adapter inserts into the names of a model's weights."""
 
 _MAX_CHECKED_BYTES = 64 << 30
@@ -78,7 +78,7 @@ class _LoadingPlan:
     tensor_groups: Sequence[_TensorGroup]
 
 
-_LOADING_PLANS: WeakKeyDictionary[PreTrainedModel, _LoadingPlan] = WeakKeyDictionary()
+_LOADING_PLAN_BY_MODEL: WeakKeyDictionary[PreTrainedModel, _LoadingPlan] = WeakKeyDictionary()
 
 
 def init_on_meta(
@@ -132,16 +132,16 @@ def check_file_tensors(
 def _check_weight_values(network: PreTrainedModel, report_progress: Callable[[], None]) -> None:
     """Read all weights of `network`, a model on the meta device, from its files; raise ModelError if a value is not
     finite or tied weights differ. Tied weights stay in memory until they are compared."""
-    loading_plan, state_dict = _LOADING_PLANS.pop(network), network.state_dict(keep_vars=True)
+    loading_plan, state_dict = _LOADING_PLAN_BY_MODEL.pop(network), network.state_dict(keep_vars=True)
     tensor_groups, tied_tensors = loading_plan.tensor_groups, dict[int, Tensor]()
-    name_counts = Counter(id(state_dict[name]) for tensor_group in tensor_groups for name in tensor_group.shapes)
+    num_uses_by_id = Counter(id(state_dict[name]) for tensor_group in tensor_groups for name in tensor_group.shapes)
     for tensor_group in tensor_groups:
         target_tensors, loaded_tensors = dict[str, list[Tensor]](), set(tied_tensors.values())
         for name in tensor_group.shapes:
             meta_tensor, key = state_dict[name], id(state_dict[name])
             tensor = tied_tensors[key] if key in tied_tensors else torch.empty_like(meta_tensor, device="cpu").detach()
             target_tensors[name] = [tensor]
-            if name_counts[key] > 1:
+            if num_uses_by_id[key] > 1:
                 tied_tensors[key] = tensor
         try:
             _read_tensor_group(tensor_group, target_tensors, network, loaded_tensors)
@@ -156,7 +156,7 @@ def load_shards(model: PreTrainedModel) -> None:
     """Read this rank's shards of a model from `init_on_meta`; do nothing for a model that is already loaded. All ranks
     must call this function. Every rank raises the ModelError of the first rank that failed: a value is not finite,
     tensors that config.json ties differ, or a file cannot be read."""
-    loading_plan = _LOADING_PLANS.pop(model, None)
+    loading_plan = _LOADING_PLAN_BY_MODEL.pop(model, None)
     if loading_plan is None:
         return
     error_message = None
@@ -180,9 +180,9 @@ def _plan_loading(
     device: torch.device,
     weight_file_paths: list[str],
 ) -> str:
-    """Add a plan to `_LOADING_PLANS` that reads the weight files of `network` in slices, and create the buffers of
-    `network`. Return the reason why the files cannot be read in slices, or an empty string; raise ModelError if files
-    or tensors are wrong."""
+    """Add a plan to `_LOADING_PLAN_BY_MODEL` that reads the weight files of `network` in slices, and create the buffers
+    of `network`. Return the reason why the files cannot be read in slices, or an empty string; raise ModelError if
+    files or tensors are wrong."""
     if getattr(network.config, "quantization_config", None):
         return "its weights are quantized"
     is_kept_in_float32 = make_float32_predicate(network, dtype)
@@ -190,8 +190,8 @@ def _plan_loading(
         if tensor.is_floating_point() and is_kept_in_float32(name):
             tensor.data = tensor.data.float()
     with translate_load_errors("weights", model):
-        open_weight_files = [safe_open(file, framework="pt") for file in weight_file_paths]
-        tensor_slices = {key: file.get_slice(key) for file in open_weight_files for key in file.keys()}  # noqa: SIM118
+        weight_file_handles = [safe_open(file, framework="pt") for file in weight_file_paths]
+        tensor_slices = {key: file.get_slice(key) for file in weight_file_handles for key in file.keys()}  # noqa: SIM118
     tensor_groups, loading_info = _group_file_tensors(network, tensor_slices, model)
     missing_names = set(loading_info.missing_keys)
     loading_info.missing_keys -= {
@@ -215,7 +215,7 @@ def _plan_loading(
     # If the model has no generation_config.json, the generation config from its config.json is kept.
     network.generation_config = load_generation_config(model, revision) or network.generation_config
     network.config._commit_hash = getattr(network.config, "_commit_hash", None) or revision
-    _LOADING_PLANS[network] = _LoadingPlan(model, device, tensor_groups)
+    _LOADING_PLAN_BY_MODEL[network] = _LoadingPlan(model, device, tensor_groups)
     return ""
 
 
@@ -289,23 +289,23 @@ def _read_tensor_group(
     local_tensors = {name: [t for t in shards.get(name, ()) if local_shard(t).numel()] for name in tensor_group.shapes}
     if not any(local_tensors.values()):
         return
-    file_tensors, conversion, first_row = tensor_group.file_tensors, tensor_group.conversion, 0
+    file_tensors, conversion, row_offset = tensor_group.file_tensors, tensor_group.conversion, 0
     if isinstance(conversion, WeightRenaming):
         converted_weights: dict[str, Any] = dict.fromkeys(local_tensors, file_tensors[0][2])
     else:
         if _is_expert_stack(tensor_group):
-            expert_rows = shard_bounds(next(iter(local_tensors.values()))[0])[0]
+            expert_rows = get_shard_bounds(next(iter(local_tensors.values()))[0])[0]
             tensors_by_pattern: dict[str, list[_FileTensor]] = {}
             # Group the tensors by pattern, because tensors with the same pattern are in the order of the experts.
             for file_tensor in file_tensors:
                 tensors_by_pattern.setdefault(file_tensor[1], []).append(file_tensor)
             file_tensors = [t for expert_tensors in tensors_by_pattern.values() for t in expert_tensors[expert_rows]]
-            first_row = expert_rows.start
-        readers = [partial(tensor_slice.__getitem__, ...) for _, _, tensor_slice in file_tensors]
-        converted_weights = _convert_tensors(next(iter(local_tensors)), conversion, file_tensors, readers, model)
+            row_offset = expert_rows.start
+        slice_readers = [partial(tensor_slice.__getitem__, ...) for _, _, tensor_slice in file_tensors]
+        converted_weights = _convert_tensors(next(iter(local_tensors)), conversion, file_tensors, slice_readers, model)
     for name, tensors in local_tensors.items():
         for tensor in tensors:
-            _copy_shard(name, tensor, converted_weights[name], first_row, should_compare=tensor in loaded_tensors)
+            _copy_shard(name, tensor, converted_weights[name], row_offset, should_compare=tensor in loaded_tensors)
             loaded_tensors.add(tensor)
 
 
@@ -315,22 +315,22 @@ def _is_expert_stack(tensor_group: _TensorGroup) -> bool:
     operations = list(getattr(tensor_group.conversion, "operations", ()))
     if len(tensor_group.shapes) > 1 or not isinstance(operations[0], MergeModulelist) or operations[0].dim != 0:
         return False
-    (shape,) = tensor_group.shapes.values()
+    (stack_shape,) = tensor_group.shapes.values()
     num_tensors_by_pattern = Counter(pattern for _, pattern, _ in tensor_group.file_tensors)
-    return set(num_tensors_by_pattern.values()) == {shape[0]} and all(
+    return set(num_tensors_by_pattern.values()) == {stack_shape[0]} and all(
         (isinstance(operation, Concatenate) and operation.dim > 0)
         or (isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0)
         for operation in operations[1:]
     )  # fmt: skip
 
 
-def _copy_shard(name: str, tensor: Tensor, full_tensor: Any, first_row: int, should_compare: bool) -> None:
+def _copy_shard(name: str, tensor: Tensor, full_tensor: Any, row_offset: int, should_compare: bool) -> None:
     """Copy this rank's shard of the weight `name` to `tensor` from `full_tensor`, a tensor or a slice of a file that
-    begins with row `first_row` of the weight; raise ModelError if a value is not finite. With `should_compare`, do not
+    begins with row `row_offset` of the weight; raise ModelError if a value is not finite. With `should_compare`, do not
     copy, but raise ModelError if the values differ."""
-    shard_slices = shard_bounds(tensor)
-    if first_row:
-        shard_slices = (slice(shard_slices[0].start - first_row, shard_slices[0].stop - first_row), *shard_slices[1:])
+    shard_slices = get_shard_bounds(tensor)
+    if row_offset:
+        shard_slices = (slice(shard_slices[0].start - row_offset, shard_slices[0].stop - row_offset), *shard_slices[1:])
     loaded_values, local_tensor = full_tensor[shard_slices or ...], local_shard(tensor).detach()
     if not should_compare:
         local_tensor.copy_(loaded_values)
@@ -355,7 +355,7 @@ def _allocate_shards(model: PreTrainedModel, device: torch.device) -> dict[str, 
                     empty_shard = torch.empty_like(parameter, device=device, memory_format=torch.contiguous_format)
                     allocated_parameters[parameter] = nn.Parameter(empty_shard, requires_grad=parameter.requires_grad)
                 module._parameters[name] = allocated_parameters[parameter]
-    tensors_by_name: dict[str, list[Tensor]] = {}
+    shards_by_name: dict[str, list[Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        tensors_by_name.setdefault(_ADAPTER_NAME_COMPONENTS.sub("", name), []).append(tensor)
-    return tensors_by_name
+        shards_by_name.setdefault(_WRAPPER_NAME_REGEX.sub("", name), []).append(tensor)
+    return shards_by_name

@@ -72,8 +72,8 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
             tokenized_prompt = tokenizer(prompt, return_tensors="pt")
         torch.manual_seed(prompt_index)
         # Select the inputs that exist, because some tokenizers return no attention mask.
-        input_names = {"input_ids", "attention_mask"} & tokenized_prompt.keys()
-        model_inputs = {name: tokenized_prompt[name].to(device) for name in input_names}
+        model_input_names = {"input_ids", "attention_mask"} & tokenized_prompt.keys()
+        model_inputs = {name: tokenized_prompt[name].to(device) for name in model_input_names}
         pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         output_ids = loaded_model.generate(  # type: ignore[operator]
             **model_inputs, max_new_tokens=max_tokens, pad_token_id=pad_token_id, **sampling_options
@@ -85,7 +85,7 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
     return generate_response
 
 
-def open_image_generator(model: str, file_prefix: str, device: torch.device) -> ResponseFn:
+def open_image_generator(model: str, image_file_prefix: str, device: torch.device) -> ResponseFn:
     """Return a function that writes the generated image of a prompt to the current folder; raise ModelError if the
     pipeline cannot be loaded, or draws videos. Every model gets the same noise."""
     from cosmos_core.models.diffusion import DiffusionModel
@@ -110,7 +110,7 @@ def open_image_generator(model: str, file_prefix: str, device: torch.device) -> 
         pipeline_call_settings = {"height": image_size, "width": image_size, "use_resolution_binning": False}
 
     def generate_response(prompt: str, prompt_index: int) -> str:
-        image_file = f"{Path(file_prefix).name}-{prompt_index}.png"
+        image_file = f"{Path(image_file_prefix).name}-{prompt_index}.png"
         noise_generator = torch.Generator("cpu").manual_seed(prompt_index)
         pipeline(prompt=prompt, generator=noise_generator, **pipeline_call_settings).images[0].save(image_file)
         return image_file

@@ -97,8 +97,8 @@ def verify_export(
             with disable_requantization(model):
                 expected_tensors = revert_weight_conversion(model, merged_state_dict(model))
             passed_checks = _check_files(expected_tensors, folder, dtype, find_float32_weights(model, dtype))
-            available_bytes = psutil.virtual_memory().available if memory_bytes is None else memory_bytes
-            first_layers = select_first_layers(model, dtype, int(available_bytes * _MAX_MEMORY_FRACTION))
+            available_memory_bytes = psutil.virtual_memory().available if memory_bytes is None else memory_bytes
+            first_layers = select_first_layers(model, dtype, int(available_memory_bytes * _MAX_MEMORY_FRACTION))
             with keep_first_layers(model, first_layers):
                 merged_logits_BTV = _compute_trainer_logits(model, dtype)
                 reloaded_logits_BTV, tokenizer_description = _compute_reloaded_logits(model, folder, first_layers, pool)
@@ -136,10 +136,10 @@ def _check_files(
 ) -> list[str]:
     """Check that the weight files and their index contain exactly `expected_tensors`, cast to `dtype`, bit for bit.
     Tensors at the memory addresses `float32_addresses` are not cast. If a weight is tied, one of its keys suffices."""
-    file_names_by_key: dict[str, str] = {}
+    file_name_by_key: dict[str, str] = {}
     differing_keys: list[str] = []
     for tensor_file, tensor_key, tensor in iterate_tensors(export_folder):
-        file_names_by_key[tensor_key] = tensor_file.name
+        file_name_by_key[tensor_key] = tensor_file.name
         if (expected_tensor := expected_tensors.get(tensor_key)) is not None:
             should_cast = expected_tensor.is_floating_point() and expected_tensor.data_ptr() not in float32_addresses
             expected_tensor = expected_tensor.detach().to("cpu", dtype if should_cast else None)
@@ -147,15 +147,15 @@ def _check_files(
     keys_by_storage: dict[tuple[int, torch.Size], set[str]] = {}
     for tensor_key, tensor in expected_tensors.items():
         keys_by_storage.setdefault((tensor.data_ptr(), tensor.shape), set()).add(tensor_key)
-    missing_keys = sorted(min(keys) for keys in keys_by_storage.values() if not keys & file_names_by_key.keys())
-    unexpected_keys = sorted(file_names_by_key.keys() - expected_tensors.keys())
+    missing_keys = sorted(min(keys) for keys in keys_by_storage.values() if not keys & file_name_by_key.keys())
+    unexpected_keys = sorted(file_name_by_key.keys() - expected_tensors.keys())
     if missing_keys or unexpected_keys:
         raise ProgramError(
             f"export {export_folder} failed the check 'keys': missing {format_names(missing_keys)}, unexpected "
             f"{format_names(unexpected_keys)}; it must not be used, run the stage again"
         )
     index_file = export_folder / _WEIGHTS_INDEX_FILE
-    if index_file.exists() and json.loads(index_file.read_text(encoding="utf-8"))["weight_map"] != file_names_by_key:
+    if index_file.exists() and json.loads(index_file.read_text(encoding="utf-8"))["weight_map"] != file_name_by_key:
         remedy = f"{_WEIGHTS_INDEX_FILE} does not match the files; run the stage again"
         raise ProgramError(f"export {export_folder} failed the check 'keys': {remedy}")
     if differing_keys:
@@ -205,8 +205,8 @@ def _compute_reloaded_logits(
     }
     token_ids, num_threads = _make_probe_ids(model).numpy(), torch.get_num_threads()
     logits_request = LogitsRequest(token_ids, model.dtype, attention_name, num_threads, first_layers, buffer_dtypes)
-    arguments = (folder, logits_request)
-    logits_BTV, tokenizer = call_in_interpreter(pool, compute_logits, arguments, _LOAD_TIMEOUT_SECONDS, folder)
+    call_arguments = (folder, logits_request)
+    logits_BTV, tokenizer = call_in_interpreter(pool, compute_logits, call_arguments, _LOAD_TIMEOUT_SECONDS, folder)
     return torch.from_numpy(logits_BTV), tokenizer
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.diffusion import DiffusionModel
-from cosmos_core.models.export_pipeline import export_state_dict, untrained_files
+from cosmos_core.models.export_pipeline import list_untrained_files, make_export_state_dict
 from cosmos_core.models.families import find_family_class
 from cosmos_core.models.lora import ADAPTER_FOLDER, has_lora_adapter, merge_adapter
 from cosmos_core.models.new_interpreter import call_in_interpreter, open_interpreter_pool
@@ -26,7 +26,7 @@ from cosmos_core.models.pipeline_folder import PipelineFolder
 from cosmos_core.models.verify_export import are_bits_equal, format_names, iterate_tensors
 
 _PROBE_PROMPT = "7 red apples on a table, 東京"
-_IMAGE_TIMEOUT_SECONDS = 3000
+_DRAWING_TIMEOUT_SECONDS = 3000
 
 
 class ImageRequest(NamedTuple):
@@ -58,7 +58,7 @@ def verify_pipeline(
     family = type(family)(family.folder, family.config)
     try:
         with merge_adapter(model):
-            _check_files(family, export_state_dict(model, dtype), folder)
+            _check_files(family, make_export_state_dict(model, dtype), folder)
         return ["tensors", "copies", *_check_images(family, model, folder, dtype, model_class)]
     finally:
         model.train(was_training).to(device)
@@ -67,20 +67,20 @@ def verify_pipeline(
 def _check_files(family: DiffusionModel, expected_tensors: dict[str, Tensor], folder: Path) -> None:
     """Check that the weight files of the denoiser contain exactly the tensors `expected_tensors`, bit for bit, and that
     the files of components that were not trained equal the files of the base pipeline."""
-    is_equal_by_key = {
+    is_equal_by_tensor_key = {
         key: key not in expected_tensors or are_bits_equal(tensor, expected_tensors[key])
         for _, key, tensor in iterate_tensors(folder / family.denoiser_name)
     }
-    missing_keys = sorted(expected_tensors.keys() - is_equal_by_key.keys())
-    unexpected_keys = sorted(is_equal_by_key.keys() - expected_tensors.keys())
-    changed_keys = [key for key, is_equal in is_equal_by_key.items() if not is_equal]
+    missing_keys = sorted(expected_tensors.keys() - is_equal_by_tensor_key.keys())
+    unexpected_keys = sorted(is_equal_by_tensor_key.keys() - expected_tensors.keys())
+    changed_keys = [key for key, is_equal in is_equal_by_tensor_key.items() if not is_equal]
     if missing_keys or unexpected_keys or changed_keys:
         raise StageFailed(
             f"export {folder} failed the check 'tensors': missing {format_names(missing_keys)}, unexpected "
             f"{format_names(unexpected_keys)}, changed {format_names(sorted(changed_keys))}; it must not be used, "
             f"run the stage again"
         )
-    base_folder, copied_files = family.folder.path, untrained_files(family.folder, family.denoiser_name)
+    base_folder, copied_files = family.folder.path, list_untrained_files(family.folder, family.denoiser_name)
     differing_files = [str(f) for f in copied_files if not filecmp.cmp(base_folder / f, folder / f, shallow=False)]
     if differing_files:
         raise StageFailed(
@@ -96,22 +96,22 @@ def _check_images(
     policy in memory. Return a text about each check. `dtype` is that of the exported denoiser; None: the policy's."""
     export_dtype, probe_settings, num_threads = dtype or model.dtype, family.probe_settings(), torch.get_num_threads()
     with merge_adapter(model):
-        policy_images = {"images": _generate_with_rounded_weights(family, model, export_dtype)}
+        expected_images = {"images": _generate_with_rounded_weights(family, model, export_dtype)}
     image_requests = [ImageRequest(folder, None, probe_settings, export_dtype, model_class, num_threads)]
     if has_lora_adapter(model):
-        policy_images["adapter"] = _generate_with_rounded_weights(family, model, model.dtype)
-        folders = family.folder.path, folder / ADAPTER_FOLDER
-        image_requests.append(ImageRequest(*folders, probe_settings, model.dtype, model_class, num_threads))
+        expected_images["adapter"] = _generate_with_rounded_weights(family, model, model.dtype)
+        base_and_adapter = family.folder.path, folder / ADAPTER_FOLDER
+        image_requests.append(ImageRequest(*base_and_adapter, probe_settings, model.dtype, model_class, num_threads))
     with open_interpreter_pool() as pool:
-        images = call_in_interpreter(pool, generate_images, (image_requests,), _IMAGE_TIMEOUT_SECONDS, folder)
-    for (check_name, expected), image in zip(policy_images.items(), map(torch.from_numpy, images), strict=True):
+        images = call_in_interpreter(pool, generate_images, (image_requests,), _DRAWING_TIMEOUT_SECONDS, folder)
+    for (check_name, expected), image in zip(expected_images.items(), map(torch.from_numpy, images), strict=True):
         if not are_bits_equal(expected, image):
             max_difference = float((expected - image).abs().max()) if expected.shape == image.shape else float("inf")
             raise StageFailed(
                 f"export {folder} failed the check {check_name!r}: what a fresh interpreter draws differs by "
                 f"{max_difference:.2g} from what the policy draws; it must not be used, run the stage again"
             )
-    return [f"{check_name}: bit-identical" for check_name in policy_images]
+    return [f"{check_name}: bit-identical" for check_name in expected_images]
 
 
 @torch.no_grad()

@@ -44,13 +44,13 @@ class ClipSharding:
         self.num_tokens = num_tokens
         self.num_local_tokens = tokens_per_unit * -(-num_tokens // (tokens_per_unit * self.num_ranks))
 
-    def local_tokens(self, tensor: Tensor, token_dim: int) -> Tensor:
+    def take_local_tokens(self, tensor: Tensor, token_dim: int) -> Tensor:
         """Return this rank's tokens of `tensor`, which has all tokens of a clip; zeros fill up the last ranks."""
         token_start = min(self.rank * self.num_local_tokens, self.num_tokens)
         local_tensor = tensor.narrow(token_dim, token_start, min(self.num_local_tokens, self.num_tokens - token_start))
         return self.pad_tokens(local_tensor, token_dim, self.num_local_tokens)
 
-    def token_mask(self, like_tensor: Tensor) -> Tensor:
+    def make_token_mask(self, like_tensor: Tensor) -> Tensor:
         """Return a mask of this rank's N token positions, 1 for tokens and 0 for padding, in the dtype of
         `like_tensor`."""
         position_N = self.rank * self.num_local_tokens + torch.arange(self.num_local_tokens, device=like_tensor.device)
@@ -99,9 +99,9 @@ def shard_blocks(
         for name, dim in token_dims.items():
             argument, num_tokens = arguments.get(name), clip_sharding.num_tokens
             if isinstance(argument, tuple):
-                arguments[name] = tuple(clip_sharding.local_tokens(tensor, dim) for tensor in argument)
+                arguments[name] = tuple(clip_sharding.take_local_tokens(tensor, dim) for tensor in argument)
             elif isinstance(argument, Tensor) and argument.ndim > dim and argument.shape[dim] == num_tokens:
-                arguments[name] = clip_sharding.local_tokens(argument, dim)
+                arguments[name] = clip_sharding.take_local_tokens(argument, dim)
 
     for block_index, block in enumerate(denoiser.transformer_blocks):
 
@@ -178,7 +178,7 @@ class SummedLinearAttention:
         query = query if attn.norm_q is None else attn.norm_q(query)
         key = key if attn.norm_k is None else attn.norm_k(key)
         query, key = functional.relu(split_heads(query)), functional.relu(split_heads(key))
-        key = key * self._clip_sharding.token_mask(key)[None, :, None, None]
+        key = key * self._clip_sharding.make_token_mask(key)[None, :, None, None]
 
         def apply_rotary_embedding(states: Tensor) -> Tensor:
             even_elements, odd_elements = states.unflatten(-1, (-1, 2)).unbind(-1)
@@ -189,8 +189,8 @@ class SummedLinearAttention:
         rotated_query, rotated_key = (apply_rotary_embedding(states).float() for states in (query, key))
         key_sum_BKD = self._clip_sharding.all_reduce(key.sum(1))
         value_key_sum_BKDD = self._clip_sharding.all_reduce(torch.einsum("bnkc,bnkd->bkcd", value.float(), rotated_key))
-        scale_BNK = 1 / (torch.einsum("bkd,bnkd->bnk", key_sum_BKD, query) + 1e-15)
-        output_BNKD = torch.einsum("bkcd,bnkd->bnkc", value_key_sum_BKDD, rotated_query) * scale_BNK[..., None]
+        normalizer_BNK = 1 / (torch.einsum("bkd,bnkd->bnk", key_sum_BKD, query) + 1e-15)
+        output_BNKD = torch.einsum("bkcd,bnkd->bnkc", value_key_sum_BKDD, rotated_query) * normalizer_BNK[..., None]
         return _project_output(attn, output_BNKD.flatten(2).to(hidden_states.dtype))
 
 
@@ -200,7 +200,7 @@ def exchange_frames(convolution: nn.Module, clip_sharding: ClipSharding, tokens_
 
     def add_neighbour_frames(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         (frames_BCFS,) = args
-        frame_mask_F = clip_sharding.token_mask(frames_BCFS)[:: tokens_per_frame()]
+        frame_mask_F = clip_sharding.make_token_mask(frames_BCFS)[:: tokens_per_frame()]
         return (clip_sharding.add_border_frames(frames_BCFS * frame_mask_F[:, None]),)
 
     convolution.register_forward_pre_hook(add_neighbour_frames)

@@ -41,8 +41,8 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, attention_name: str, tp_s
         if key.shape[1] % dist.get_world_size(group):
             num_key_repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(num_key_repeats, 1), value.repeat_interleave(num_key_repeats, 1)
-        qkv_by_heads = (all_to_all(qkv_state, 1, 2, group) for qkv_state in (query, key, value))
-        return all_to_all(attention_fn(module, *qkv_by_heads, attention_mask, **kwargs)[0], 1, 2, group), None
+        head_sharded_qkv = (all_to_all(qkv_state, 1, 2, group) for qkv_state in (query, key, value))
+        return all_to_all(attention_fn(module, *head_sharded_qkv, attention_mask, **kwargs)[0], 1, 2, group), None
 
     AttentionInterface.register(ULYSSES_ATTENTION, ulysses_attention)
     AttentionMaskInterface.register(ULYSSES_ATTENTION, AttentionMaskInterface()[attention_name])

@@ -25,12 +25,12 @@ _SAFE_GLOBALS_LOCK = threading.Lock()
 
 def all_gather(local_value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the values of all ranks of a process group, in the order of ranks; `group` None: the default group."""
-    local_bytes = _serialize(local_value)
+    serialized_value = _serialize(local_value)
     byte_counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(byte_counts, torch.tensor([len(local_bytes)]), group=group)
-    max_bytes = int(max(byte_counts))
-    received_buffers = [torch.empty(max_bytes, dtype=torch.uint8) for _ in byte_counts]
-    padded_bytes = torch.nn.functional.pad(local_bytes, (0, max_bytes - len(local_bytes)))
+    dist.all_gather(byte_counts, torch.tensor([len(serialized_value)]), group=group)
+    max_byte_count = int(max(byte_counts))
+    received_buffers = [torch.empty(max_byte_count, dtype=torch.uint8) for _ in byte_counts]
+    padded_bytes = torch.nn.functional.pad(serialized_value, (0, max_byte_count - len(serialized_value)))
     dist.all_gather(received_buffers, padded_bytes, group=group)
     return [_deserialize(buffer[: int(count)]) for buffer, count in zip(received_buffers, byte_counts, strict=True)]
 
@@ -39,10 +39,10 @@ def broadcast(local_value: T, source_rank: int = 0, group: dist.ProcessGroup | N
     """Return on every rank of a process group the `local_value` of the rank with the global number `source_rank`."""
     is_source_rank = dist.get_rank() == source_rank
     serialized_value = _serialize(local_value) if is_source_rank else torch.empty(0, dtype=torch.uint8)
-    num_bytes = torch.tensor([len(serialized_value)])
-    dist.broadcast(num_bytes, src=source_rank, group=group)
+    num_serialized_bytes = torch.tensor([len(serialized_value)])
+    dist.broadcast(num_serialized_bytes, src=source_rank, group=group)
     if not is_source_rank:
-        serialized_value = torch.empty(int(num_bytes), dtype=torch.uint8)
+        serialized_value = torch.empty(int(num_serialized_bytes), dtype=torch.uint8)
     dist.broadcast(serialized_value, src=source_rank, group=group)
     received_value: T = local_value if is_source_rank else _deserialize(serialized_value)
     return received_value

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ModelError
-from cosmos_core.parallel.fsdp import expert_sharding, fsdp_arguments
+from cosmos_core.parallel.fsdp import choose_expert_sharding, fsdp_arguments
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.plan import check_expert_split, matches_pattern
 
@@ -39,7 +39,7 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> N
         EpDispatchExpertsParallel().install_forward(experts, mesh.ep)
         experts.forward = torch.compiler.disable(experts.forward)  # torch.compile would recompile for each token count
         if mesh.ep_fsdp is not None:
-            shard_placement = partial(expert_sharding, mesh.ep_fsdp.shape[-1])
+            shard_placement = partial(choose_expert_sharding, mesh.ep_fsdp.shape[-1])
             fsdp_options = fsdp_arguments(train_config)
             fully_shard(experts, mesh=mesh.ep_fsdp, shard_placement_fn=shard_placement, **fsdp_options)
 

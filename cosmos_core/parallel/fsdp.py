@@ -65,7 +65,7 @@ def apply_fsdp(root_module: nn.Module, model: nn.Module, mesh: Mesh, config: Tra
     tp_expert_weights = {p for layer in expert_layers for p in layer.parameters()} - ep_expert_weights
 
     def shard_placement(parameter: nn.Parameter) -> Shard | None:
-        return expert_sharding(num_shards, parameter) if parameter in tp_expert_weights else None
+        return choose_expert_sharding(num_shards, parameter) if parameter in tp_expert_weights else None
 
     fsdp_options: Any = {"mesh": mesh.fsdp, "ignored_params": ep_expert_weights, "shard_placement_fn": shard_placement}
     should_reshard = {"always": True, "never": False, "default": mesh.pp is None}[config.fsdp_reshard_after_forward]
@@ -92,7 +92,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def expert_sharding(num_shards: int, parameter: nn.Parameter) -> Shard:
+def choose_expert_sharding(num_shards: int, parameter: nn.Parameter) -> Shard:
     """Return the dimension along which FSDP shards `parameter`, the stacked weights of experts (experts, features,
     ...), over `num_shards` ranks: the dimension of features, because there can be fewer experts than ranks, or the
     dimension of experts if the number of features is not divisible by `num_shards`."""
@@ -196,7 +196,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], gradient_norm: Tensor, m
             torch.nn.utils.clip_grads_with_norm_(mesh_parameters, max_norm, gradient_norm)
 
 
-def shard_bounds(tensor: Tensor) -> tuple[slice, ...]:
+def get_shard_bounds(tensor: Tensor) -> tuple[slice, ...]:
     """Return the range of the full tensor that this rank's shard covers, as one slice per dimension."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)

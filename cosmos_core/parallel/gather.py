@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cosmos_core.parallel.fsdp import full_tensors, local_shard, shard_bounds
+from cosmos_core.parallel.fsdp import full_tensors, get_shard_bounds, local_shard
 from cosmos_core.parallel.mesh import all_gather_object, all_reduce_any, broadcast_object, is_first_rank, rank_number
 
 _ALIGNMENT_BYTES = 64
@@ -50,12 +50,12 @@ class FullTensorGatherer:
     def full_tensors(self, tensor_templates: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return full tensors by name, for each name in `tensor_templates`; their memory is reused when no reference to
         them is left. A template has the shape and dtype of the full tensor, and can be on the meta device."""
-        if self._uses_shared_memory and (shared_memory := self._reusable_memory(tensor_templates)) is not None:
+        if self._uses_shared_memory and (shared_memory := self._take_shared_memory(tensor_templates)) is not None:
             return self._gather_by_shared_memory(shared_memory, tensor_templates)
         tensors = dict(full_tensors({name: self.tensors[name] for name in tensor_templates if name in self.tensors}))
         return {name: tensors[name] for name in tensor_templates}
 
-    def _reusable_memory(self, tensor_templates: Mapping[str, Tensor]) -> _SharedMemory | None:
+    def _take_shared_memory(self, tensor_templates: Mapping[str, Tensor]) -> _SharedMemory | None:
         """Return shared memory that is not in use and large enough for the tensors of `tensor_templates`; None if a
         rank cannot map it."""
         num_bytes = sum(_round_up_to_alignment(tensor_template.nbytes) for tensor_template in tensor_templates.values())
@@ -75,7 +75,7 @@ class FullTensorGatherer:
         shards."""
         tensors, byte_offset = {}, 0
         for name, tensor_template in tensor_templates.items():
-            tensors[name] = shared_memory.tensor(byte_offset, tensor_template)
+            tensors[name] = shared_memory.make_tensor_view(byte_offset, tensor_template)
             byte_offset += _round_up_to_alignment(tensor_template.nbytes)
             # Of several ranks with equal shards, the first writes its shard.
             tensor, is_first_replica = self.tensors.get(name), self._owner_ranks[name] == rank_number()
@@ -83,7 +83,7 @@ class FullTensorGatherer:
                 placements = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
                 is_first_replica = all(index == 0 for index, placement in placements if placement.is_replicate())
             if tensor is not None and is_first_replica:
-                tensors[name][shard_bounds(tensor)].copy_(local_shard(tensor.detach()))
+                tensors[name][get_shard_bounds(tensor)].copy_(local_shard(tensor.detach()))
         dist.barrier()
         return tensors
 
@@ -102,7 +102,7 @@ class _SharedMemory:
         # Each tensor from the method `tensor` refers to the memory view, so the reference count shows its use.
         return sys.getrefcount(self._memory_view) > self._num_initial_references
 
-    def tensor(self, byte_offset: int, tensor_template: Tensor) -> Tensor:
+    def make_tensor_view(self, byte_offset: int, tensor_template: Tensor) -> Tensor:
         """Return a view of this shared memory from `byte_offset` on, as a tensor with the shape and dtype of
         `tensor_template`."""
         numel = tensor_template.numel()

@@ -19,7 +19,7 @@ from cosmos_core.parallel import exchange
 T = TypeVar("T")
 
 _POLL_SECONDS = 0.02
-_ARRIVALS_KEY, _HEARTBEATS_KEY = "cosmos/arrivals", "cosmos/heartbeats"
+_NUM_ARRIVALS_KEY, _NUM_HEARTBEATS_KEY = "cosmos/arrivals", "cosmos/heartbeats"
 """Keys of two counters in the key-value store of the process group: calls of `wait_for_ranks`, and heartbeats."""
 
 
@@ -126,9 +126,9 @@ def all_reduce_any(local_flag: bool) -> bool:
     """Return True on all ranks if `local_flag` is true on any rank."""
     if is_single_rank():
         return local_flag
-    max_flag = torch.tensor(int(local_flag))
-    dist.all_reduce(max_flag, dist.ReduceOp.MAX)
-    return bool(max_flag)
+    reduced_flag = torch.tensor(int(local_flag))
+    dist.all_reduce(reduced_flag, dist.ReduceOp.MAX)
+    return bool(reduced_flag)
 
 
 def first_error_of_ranks(local_error: str | None) -> str | None:
@@ -142,7 +142,7 @@ def send_heartbeat(report_heartbeat: Callable[[], None]) -> None:
     call its own `report_heartbeat`."""
     report_heartbeat()
     if not is_single_rank():
-        _get_default_store().add(_HEARTBEATS_KEY, 1)
+        _get_default_store().add(_NUM_HEARTBEATS_KEY, 1)
 
 
 def wait_for_ranks(report_heartbeat: Callable[[], None]) -> None:
@@ -151,9 +151,9 @@ def wait_for_ranks(report_heartbeat: Callable[[], None]) -> None:
     if is_single_rank():
         return
     key_value_store, num_heartbeats = _get_default_store(), 0
-    num_expected_arrivals = -(-key_value_store.add(_ARRIVALS_KEY, 1) // num_ranks()) * num_ranks()
-    while key_value_store.add(_ARRIVALS_KEY, 0) < num_expected_arrivals:
+    num_expected_arrivals = -(-key_value_store.add(_NUM_ARRIVALS_KEY, 1) // num_ranks()) * num_ranks()
+    while key_value_store.add(_NUM_ARRIVALS_KEY, 0) < num_expected_arrivals:
         time.sleep(_POLL_SECONDS)
-        if (new_num_heartbeats := key_value_store.add(_HEARTBEATS_KEY, 0)) > num_heartbeats:
+        if (new_num_heartbeats := key_value_store.add(_NUM_HEARTBEATS_KEY, 0)) > num_heartbeats:
             num_heartbeats = new_num_heartbeats
             report_heartbeat()

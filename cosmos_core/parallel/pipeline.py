@@ -28,7 +28,7 @@ _LAYERS_NAME = "layers"
 _NUM_PROBE_TOKENS = 3
 
 
-class OtherStageModule(nn.Module):
+class StagePlaceholder(nn.Module):
     """Placeholder for a module of another pipeline stage; it returns its input and has the module's attributes."""
 
     def __init__(self, original_module: nn.Module) -> None:
@@ -46,7 +46,7 @@ class OtherStageModule(nn.Module):
         return getattr(self.__dict__["original_module"], name)
 
 
-class _EmbeddingPlaceholder(OtherStageModule):
+class _EmbeddingPlaceholder(StagePlaceholder):
     """Placeholder for an embedding, which returns deterministic hidden states for each token id, so that the body of a
     model can be probed without weights."""
 
@@ -56,7 +56,7 @@ class _EmbeddingPlaceholder(OtherStageModule):
         return probe_hidden_BTH.to(weight.dtype)
 
 
-class _RecordingPlaceholder(OtherStageModule):
+class _RecordingPlaceholder(StagePlaceholder):
     """Placeholder for a layer of a model, which returns its input and records the arguments of each call except the
     hidden states."""
 
@@ -151,7 +151,7 @@ def _shallow_copy(module: M) -> M:
     return module_copy
 
 
-def _modules_around_layers(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+def _module_names_around_layers(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return two lists from the pipeline plan of a model: the names of the modules before the layers, and of those
     after the layers."""
     module_names = list(model.config.base_model_pp_plan or ())
@@ -162,7 +162,7 @@ def _replace_other_stages(
     model: PreTrainedModel,
     base_model: nn.Module,
     stage_indices: Sequence[int],
-    total_stages: int,
+    num_all_stages: int,
     discard_module: Callable[[nn.Module], nn.Module],
 ) -> None:
     """Replace the modules of all pipeline stages except `stage_indices` by placeholders.
@@ -170,23 +170,23 @@ def _replace_other_stages(
     Replaced are the head of `model`, and the embedding, layers and norm of `base_model`. `discard_module` is called
     with each replaced module and can free its weights; it returns the module whose attributes the placeholder has.
     """
-    names_before_layers, names_after_layers = _modules_around_layers(model)
-    is_first_stage, is_last_stage = 0 in stage_indices, total_stages - 1 in stage_indices
+    module_names_before_layers, module_names_after_layers = _module_names_around_layers(model)
+    is_first_stage, is_last_stage = 0 in stage_indices, num_all_stages - 1 in stage_indices
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied_modules = {head, embedding} if has_tied_embeddings(model) and (is_first_stage or is_last_stage) else set()
-    replaceable_modules = [(base_model, name, is_first_stage) for name in names_before_layers]
-    replaceable_modules += [(base_model, name, is_last_stage) for name in names_after_layers]
+    replaceable_modules = [(base_model, name, is_first_stage) for name in module_names_before_layers]
+    replaceable_modules += [(base_model, name, is_last_stage) for name in module_names_after_layers]
     replaceable_modules += [(model, name, is_last_stage) for name in _output_head_names(model)]
     for parent_module, name, is_on_stage in replaceable_modules:
         module = parent_module._modules[name]
         assert module is not None
         if not is_on_stage and module not in tied_modules:
-            placeholder_class = _EmbeddingPlaceholder if module is embedding else OtherStageModule
+            placeholder_class = _EmbeddingPlaceholder if module is embedding else StagePlaceholder
             parent_module._modules[name] = placeholder_class(discard_module(module))
     layers = list(base_model.get_submodule(_LAYERS_NAME).children())
-    kept_layer_indices = {i for stage in stage_indices for i in stage_layer_indices(stage, total_stages, len(layers))}
+    kept_layer_indices = {i for stage in stage_indices for i in stage_layer_indices(stage, num_all_stages, len(layers))}
     base_model._modules[_LAYERS_NAME] = nn.ModuleList(
-        layer if i in kept_layer_indices else OtherStageModule(discard_module(layer)) for i, layer in enumerate(layers)
+        layer if i in kept_layer_indices else StagePlaceholder(discard_module(layer)) for i, layer in enumerate(layers)
     )
 
 
@@ -225,22 +225,22 @@ def _find_compute_outside_plan(model: PreTrainedModel, base_model: nn.Module) ->
     nothing else.
 
     For this test, placeholders replace the modules of the plan, because weights can be on the meta device."""
-    names_before_layers, names_after_layers = _modules_around_layers(model)
+    module_names_before_layers, module_names_after_layers = _module_names_around_layers(model)
     device = next((buffer.device for buffer in base_model.buffers()), torch.device("cpu"))
     embedding = _EmbeddingPlaceholder(model.get_input_embeddings())
     token_ids_BT = torch.arange(_NUM_PROBE_TOKENS, device=device).unsqueeze(0)
     hidden_BTH = embedding(token_ids_BT)
-    common_inputs = {"position_ids": token_ids_BT, "attention_mask": torch.ones_like(token_ids_BT), "use_cache": False}
+    probe_inputs = {"position_ids": token_ids_BT, "attention_mask": torch.ones_like(token_ids_BT), "use_cache": False}
     layer_arguments_by_input: list[list[dict[str, Any]]] = []
     for probe_input in ({"input_ids": token_ids_BT}, {"inputs_embeds": hidden_BTH}):
         probe_model, layer_arguments = _shallow_copy(base_model), list[dict[str, Any]]()
-        for name in (*names_before_layers, *names_after_layers):
+        for name in (*module_names_before_layers, *module_names_after_layers):
             module: Any = base_model._modules[name]
-            probe_model._modules[name] = embedding if module is embedding.original_module else OtherStageModule(module)
+            probe_model._modules[name] = embedding if module is embedding.original_module else StagePlaceholder(module)
         layers = base_model.get_submodule(_LAYERS_NAME).children()
         probe_model._modules[_LAYERS_NAME] = nn.ModuleList(_RecordingPlaceholder(m, layer_arguments) for m in layers)
         probe_model.eval()
-        probe_output = probe_model(**common_inputs, **probe_input)
+        probe_output = probe_model(**probe_inputs, **probe_input)
         if "inputs_embeds" in probe_input and probe_output.last_hidden_state is not hidden_BTH:
             return "hidden states change outside its layers"
         layer_arguments_by_input.append(layer_arguments)

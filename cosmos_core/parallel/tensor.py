@@ -27,7 +27,7 @@ from cosmos_core.transient import is_transient
 
 _MOE_TP_STYLE = "moe_tp_experts"
 _NUM_PROBE_TOKENS = 8
-_PROBE_TOLERANCE = 1e-2
+_GRADIENT_TOLERANCE = 1e-2
 """Tolerance of gradient differences between ranks in `check_tp_plan`, as a fraction of the largest gradient. Rounding
 errors are far smaller, and a gradient that lacks the contributions of other ranks differs far more."""
 
@@ -116,16 +116,16 @@ def find_split_matrices(model: PreTrainedModel, num_ranks: int, *, shards_expert
         if style is None or module in tied_modules or next(module.parameters(), None) is None:
             continue
         if style not in _PARALLEL_STYLES or (style == _MOE_TP_STYLE and not hasattr(module, "_is_expert_parallel")):
-            problem = f"{name} of {model_name} is split by {style!r}, which this version cannot"
-            raise ModelError(f"{tp_size_setting}: {problem}; set it to 1 and raise dp_shard_size")
+            style_problem = f"{name} of {model_name} is split by {style!r}, which this version cannot"
+            raise ModelError(f"{tp_size_setting}: {style_problem}; set it to 1 and raise dp_shard_size")
         if style == _MOE_TP_STYLE:
             check_expert_split(module, num_ranks, f"{tp_size_setting}: {model_name}")
         for submodule in _find_split_modules(module, style) if style in {"colwise", "rowwise"} else ():
             weight_shape = submodule.weight.shape if isinstance(submodule, nn.Linear) else (0, 0)
             num_features = weight_shape[1 if style == "rowwise" else 0]
             if num_features % num_ranks:
-                size_text = f"does not divide the {num_features} features of {name} of {model_name}"
-                raise ModelError(f"{tp_size_setting} {size_text}; lower it")
+                size_problem = f"does not divide the {num_features} features of {name} of {model_name}"
+                raise ModelError(f"{tp_size_setting} {size_problem}; lower it")
         modules_with_styles.append((module, style))
     return modules_with_styles
 
@@ -153,11 +153,11 @@ def check_tp_plan(model: PreTrainedModel, root_modules: Sequence[Any], mesh: Dev
         raise ModelError(f"{error_prefix} ({' '.join(str(error).split())[:200]}); set it to 1") from error
     finally:
         model.train(was_training)
-    differing_names = [name for name, weight in model.named_parameters() if _has_different_gradients(weight, mesh)]
+    differing_weights = [name for name, weight in model.named_parameters() if _has_different_gradients(weight, mesh)]
     model.zero_grad(set_to_none=True)
-    if differing_names:
-        difference_text = f"ranks disagree about the gradient of {differing_names[0]}"
-        raise ModelError(f"{error_prefix}: {difference_text}; set it to 1 and raise dp_shard_size")
+    if differing_weights:
+        gradient_problem = f"ranks disagree about the gradient of {differing_weights[0]}"
+        raise ModelError(f"{error_prefix}: {gradient_problem}; set it to 1 and raise dp_shard_size")
 
 
 def _has_different_gradients(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
@@ -171,7 +171,7 @@ def _has_different_gradients(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     dist.all_reduce(min_gradient, dist.ReduceOp.MIN, mesh.get_group())
     dist.all_reduce(max_gradient, dist.ReduceOp.MAX, mesh.get_group())
     largest_gradient = max(max_gradient.abs().amax(), min_gradient.abs().amax())
-    return bool((max_gradient - min_gradient).amax() > _PROBE_TOLERANCE * largest_gradient)
+    return bool((max_gradient - min_gradient).amax() > _GRADIENT_TOLERANCE * largest_gradient)
 
 
 @contextmanager

@@ -239,7 +239,7 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
     """Return a completion of one turn, truncated before the first image placeholder token if the image reader `vision`
     is set. `ends_with_stop`: whether the last token is a stop token. `earlier_versions` has, for each version of the
     weights that was replaced during the completion, the number of tokens at that time and the version."""
-    if vision is not None and (num_text_tokens := vision.num_tokens_before_images(token_ids)) < len(token_ids):
+    if vision is not None and (num_text_tokens := vision.count_tokens_before_images(token_ids)) < len(token_ids):
         token_ids, logprobs, ends_with_stop = token_ids[:num_text_tokens], logprobs[:num_text_tokens], False
     segments, start = [], 0
     for end, segment_version in (*earlier_versions, (len(token_ids), version)):

@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.export import make_float32_predicate
-from cosmos_core.models.lora import adapted_layers, map_keys_to_base_model, merge_adapter
+from cosmos_core.models.lora import find_adapted_layers, map_keys_to_base_model, merge_adapter
 from cosmos_core.parallel.gather import FullTensorGatherer
 from cosmos_core.rollout.base import Bucket, Engine, WeightFormat, storage_key
 from cosmos_core.rollout.fleet import EngineFleet
@@ -197,7 +197,7 @@ class _WeightBuckets:
 
 
 def _group_weights_by_module(full_model: PreTrainedModel) -> list[_WeightGroup]:
-    state_dict, adapted_layer_by_name = full_model.state_dict(keep_vars=True), adapted_layers(full_model)
+    state_dict, adapted_layer_by_name = full_model.state_dict(keep_vars=True), find_adapted_layers(full_model)
     group_by_parent_module: dict[str, _WeightGroup] = {}
     first_key_by_tensor: dict[Tensor, str] = {}
     group_by_key: dict[str, _WeightGroup] = {}

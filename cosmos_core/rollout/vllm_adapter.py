@@ -15,7 +15,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cosmos_core.models.lora import lora_scale_by_layer, split_factor_key, trains_only_linear_factors
+from cosmos_core.models.lora import get_lora_scales, split_factor_key, trains_only_linear_factors
 from cosmos_core.rollout.base import EngineSettings
 
 _ADAPTER_NAME, _ADAPTER_ID = "policy", 1
@@ -29,7 +29,7 @@ class VllmAdapter:
     """LoRA adapter of the policy, as one vLLM rollout engine applies it to the base weights."""
 
     def __init__(self, engine_settings: EngineSettings) -> None:
-        self._scale_by_layer = lora_scale_by_layer(engine_settings.complete_model)
+        self._scale_by_layer = get_lora_scales(engine_settings.complete_model)
         state_dict = engine_settings.complete_model.state_dict()
         self.lora_rank = max(len(state_dict[f"{layer}.lora_A.default.weight"]) for layer in self._scale_by_layer)
         self.lora_request: Any = None
@@ -68,7 +68,7 @@ def open_adapter(settings: EngineSettings) -> VllmAdapter | None:
         return None
     if settings.rollout.parallelism.tp_size > 1 or settings.rollout.quantization != "none":
         return None
-    if any(layer.rpartition(".")[2] not in _LAYER_SUFFIXES for layer in lora_scale_by_layer(settings.complete_model)):
+    if any(layer.rpartition(".")[2] not in _LAYER_SUFFIXES for layer in get_lora_scales(settings.complete_model)):
         return None
     from vllm.model_executor.models import ModelRegistry, supports_lora
 

@@ -37,7 +37,7 @@ from cosmos_core.sample.records import (
 from cosmos_core.sample.selection import compute_pass_rate, make_metrics, make_rows, select_completions
 from cosmos_core.train.generation import open_engine
 from cosmos_core.train.measure import open_rewards, score_on_first_rank
-from cosmos_core.train.rollout_feed import training_sampling
+from cosmos_core.train.rollout_feed import make_training_sampling
 from cosmos_core.types import Group, Outcome, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def run(stage: Stage) -> Outcome:
         Preempted: a stop was requested; the completions of finished batches are kept.
     """
     prompts = open_prompts(stage.prepared_folder, "train")
-    records = _complete_prompts(stage, prompts, training_sampling(stage.recipe))
+    records = _complete_prompts(stage, prompts, make_training_sampling(stage.recipe))
     _check_rewards(stage.path / COMPLETIONS_FILE, records)
     sample_config, rewards = stage.recipe.sample, stage.recipe.training_rewards
     full_reward_fns = [partial(full_reward, rewards, prompts[record.id].source) for record in records]

@@ -83,7 +83,7 @@ def run(stage: Stage) -> Outcome:
     architectures = config.architectures
     architecture = architectures[0] if isinstance(architectures, list) and architectures else type(config).__name__
     report_lines = [f"{architecture}, vocabulary of {len(tokenizer)}"]
-    report: dict[str, JsonValue] = {}
+    outcome_info: dict[str, JsonValue] = {}
     make_model = partial(_make_meta_model, stage.model, revision, stage.recipe.train.master_dtype)
     if stage.kind.makes == "data":
         preparation_outcome = prepare.run(stage)
@@ -95,12 +95,12 @@ def run(stage: Stage) -> Outcome:
         report_lines += _describe_rows(split_statistics, stage.recipe.policy.model_max_length, unread_columns_clause)
         report_lines += cast(list[str], preparation_outcome.info.get("notices", []))
         splits = stage.recipe.completed_splits
-        report_lines += filter(None, [check_rows(config, stage.path / "data", make_model, splits_to_complete=splits)])
+        report_lines += filter(None, [check_rows(config, stage.path / "data", make_model, completed_splits=splits)])
         recipe, num_rows = stage.recipe, split_statistics["train"]["rows"]
-        report |= _check_row_counts(recipe.train, recipe.group_size, num_rows, split_statistics, report_lines)
-        report |= {"has_images": True} if has_images(stage.path / "data") else {}
-        report["prompts"] = read_first_prompts(stage.path / "data")
-        report["shown"] = cast(list[JsonValue], preview_rows(stage.path / "data", tokenizer, _MAX_EXAMPLE_ROWS))
+        outcome_info |= _check_row_counts(recipe.train, recipe.group_size, num_rows, split_statistics, report_lines)
+        outcome_info |= {"has_images": True} if has_images(stage.path / "data") else {}
+        outcome_info["prompts"] = read_first_prompts(stage.path / "data")
+        outcome_info["shown"] = cast(list[JsonValue], preview_rows(stage.path / "data", tokenizer, _MAX_EXAMPLE_ROWS))
     else:
         report_lines += filter(None, [check_file_tensors(make_model(), stage.model, revision, stage.progress.beat)])
         report_lines += _check_model(stage.recipe.policy, stage.recipe.train, stage.kind, stage.model)
@@ -122,10 +122,10 @@ def run(stage: Stage) -> Outcome:
         if teacher_config and referenced_stage(teacher_config.model_name_or_path) is None:
             report_lines.append(check_teacher(teacher_config, stage.recipe, tokenizer))
             teacher_name, teacher_revision = teacher_config.model_name_or_path, teacher_config.model_revision
-            mesh, master_dtype = stage.recipe.policy.parallelism, stage.recipe.train.master_dtype
-            check_teacher_parallelism(teacher_name, teacher_revision, master_dtype, mesh)
+            parallelism, master_dtype = stage.recipe.policy.parallelism, stage.recipe.train.master_dtype
+            check_teacher_parallelism(teacher_name, teacher_revision, master_dtype, parallelism)
         report_lines += check_rewards(stage)
-    return Outcome(info={**report, "found": "; ".join(report_lines)})
+    return Outcome(info={**outcome_info, "found": "; ".join(report_lines)})
 
 
 def _make_meta_model(model: str, revision: str | None, dtype: str) -> PreTrainedModel:
@@ -187,12 +187,14 @@ def _check_parallelism(model: PreTrainedModel, parallelism: ParallelismConfig) -
         apply_pp(model, parallelism, 0)
 
 
-def check_teacher_parallelism(model_name: str, revision: str | None, dtype: str, mesh: ParallelismConfig) -> None:
+def check_teacher_parallelism(
+    model_name: str, revision: str | None, dtype: str, parallelism: ParallelismConfig
+) -> None:
     """Check that a mesh of several ranks can split the layers of a teacher model by its parallelism settings. A mesh of
     one rank needs no check."""
-    if mesh.world_size > 1:
+    if parallelism.world_size > 1:
         with name_teacher_in_errors():
-            _check_parallelism(_make_model_without_weights(model_name, revision, dtype, mesh), mesh)
+            _check_parallelism(_make_model_without_weights(model_name, revision, dtype, parallelism), parallelism)
 
 
 def _generates_completions(stage: StageContext) -> bool:
@@ -308,8 +310,8 @@ def _check_tools(
     ToolResultTokens(tokenizer, make_prompt_rendering(multi_turn_config), read_stop_tokens(model, revision, tokenizer))
     tool_names = tool_paths_by_name(multi_turn_config.enabled_tools)
     report_line = f"tools {', '.join(tool_names)}"
-    rows = [prompt["metadata"] for prompts in prompts_by_split.values() for prompt in prompts]
-    described_tools = [tool.get("function", tool) for row in rows for tool in read_tools(row, "tools") or ()]
+    prompt_metadata = [prompt["metadata"] for prompts in prompts_by_split.values() for prompt in prompts]
+    described_tools = [tool.get("function", tool) for row in prompt_metadata for tool in read_tools(row, "tools") or ()]
     if missing_names := sorted({str(tool.get("name")) for tool in described_tools} - tool_names.keys()):
         report_line += f"; rows describe {', '.join(missing_names)} in their column `tools`, whose calls all fail: "
         report_line += "rollout.multi_turn_config.tools does not name it"

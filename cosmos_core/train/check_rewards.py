@@ -25,7 +25,7 @@ from cosmos_core.train.measure import open_rewards
 from cosmos_core.types import Completion, DiffusionSample, Group, ImageRef, JsonValue, Prompt, ScoredGroup, Segment
 
 SPLIT_NAMES = ("train", "validation")
-_PROMPTS_PER_DATASET = 2
+_CHECKED_PROMPTS_PER_DATASET = 2
 _EXAMPLE_COMPLETION = "2 + 2 = 4, so it is \\boxed{4}."
 
 
@@ -35,7 +35,9 @@ def read_first_prompts(data_folder: Path) -> dict[str, JsonValue]:
     for split_name in SPLIT_NAMES:
         if (prompts := find_prompts(data_folder, split_name)) is not None:
             dataset_starts = accumulate((0, *(prompts.mixture.sizes[:-1] if prompts.mixture else ())))
-            row_ranges = [range(start, min(start + _PROMPTS_PER_DATASET, len(prompts))) for start in dataset_starts]
+            row_ranges = [
+                range(start, min(start + _CHECKED_PROMPTS_PER_DATASET, len(prompts))) for start in dataset_starts
+            ]
             prompts_by_split[split_name] = [
                 {
                     "text": p.text,
@@ -57,12 +59,12 @@ def call_rewards(
 ) -> str:
     """Call rewards on made-up completions. Return the names of the rewards, with messages about completions without a
     score; raise `RewardError` if a reward fails on all completions. `send_heartbeat` is called during waits."""
-    unit_weights: dict[str, float] = dict.fromkeys(rewards, 1.0)
+    unit_reward_weights: dict[str, float] = dict.fromkeys(rewards, 1.0)
     if isinstance(rewards, RewardWeightsBySource):
-        unit_weights = RewardWeightsBySource(
+        unit_reward_weights = RewardWeightsBySource(
             {source: dict.fromkeys(weight_by_reward, 1.0) for source, weight_by_reward in rewards.by_source.items()}
         )
-    with open_rewards(reward_settings, unit_weights, send_heartbeat) as score:
+    with open_rewards(reward_settings, unit_reward_weights, send_heartbeat) as score:
         scored_groups = score(test_groups) if test_groups else []
     score_messages = []
     for reward, metric_name in metric_names(rewards).items():
@@ -109,13 +111,13 @@ def make_test_groups(
     test_groups = []
     for split_name in split_names:
         for i, row in enumerate(prompts_by_split.get(split_name) or prompts_by_split.get(SPLIT_NAMES[0]) or []):
-            metadata, reference_response = row["metadata"], row["reference"]
-            prompt_fields = {"metadata": metadata, "source": row.get("source", "")}
+            row_metadata, reference_response = row["metadata"], row["reference"]
+            prompt_fields = {"metadata": row_metadata, "source": row.get("source", "")}
             prompt_fields["images"] = tuple(map(_image_ref_from_json, row.get("images", ())))
             if media_shape is None:
                 completions = (_make_text_completion(_EXAMPLE_COMPLETION), _make_text_completion(reference_response))
             else:
-                reference_response = find_reference_response(metadata, response_column_name)
+                reference_response = find_reference_response(row_metadata, response_column_name)
                 completions = _make_media_completions(*media_shape)
             test_groups.append(Group(Prompt(i, (0,), row["text"], reference_response, **prompt_fields), completions, 0))
     return test_groups

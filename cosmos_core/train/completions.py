@@ -49,8 +49,8 @@ class CompletionLog:
         size of all image and video files together."""
         self._log_folder, self._should_write, self._max_image_bytes = log_folder, should_write, max_image_bytes
         self._recent_reward_means: deque[Mapping[str, float]] = deque(maxlen=_NUM_COMPARED_STEPS)
-        self._recent_statistics: deque[Mapping[str, float]] = deque(maxlen=_NUM_COMPARED_STEPS // 2)
-        self._initial_statistics: list[Mapping[str, float]] = []
+        self._recent_text_statistics: deque[Mapping[str, float]] = deque(maxlen=_NUM_COMPARED_STEPS // 2)
+        self._initial_text_statistics: list[Mapping[str, float]] = []
         self._active_warning_names: set[str] = set()
 
     def __call__(self, step: int, scored_groups: Sequence[ScoredGroup]) -> None:
@@ -120,22 +120,22 @@ class CompletionLog:
         text_statistics = _compute_text_statistics(completions)
         if not text_statistics:
             return
-        self._recent_statistics.append(text_statistics)
-        if len(self._initial_statistics) < _NUM_COMPARED_STEPS // 2:
-            self._initial_statistics.append(text_statistics)
+        self._recent_text_statistics.append(text_statistics)
+        if len(self._initial_text_statistics) < _NUM_COMPARED_STEPS // 2:
+            self._initial_text_statistics.append(text_statistics)
             return
         initial_means, recent_means = (
             {name: float(np.mean([each[name] for each in step_statistics])) for name in text_statistics}
-            for step_statistics in (self._initial_statistics, self._recent_statistics)
+            for step_statistics in (self._initial_text_statistics, self._recent_text_statistics)
         )
         for name, has_collapsed, message in _check_for_collapse(initial_means, recent_means):
             self._warn_once(name, has_collapsed, f"step {step}: {message}; look at them: cosmos samples --step {step}")
 
-    def _warn_once(self, condition_name: str, is_condition_met: bool, warning_message: str) -> None:
+    def _warn_once(self, warning_name: str, is_condition_met: bool, warning_message: str) -> None:
         """Log a warning when a condition becomes true, and not again before the condition has been false."""
-        if is_condition_met and condition_name not in self._active_warning_names:
+        if is_condition_met and warning_name not in self._active_warning_names:
             logger.warning("%s", warning_message)
-        (self._active_warning_names.add if is_condition_met else self._active_warning_names.discard)(condition_name)
+        (self._active_warning_names.add if is_condition_met else self._active_warning_names.discard)(warning_name)
 
 
 def _select_groups(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
@@ -151,8 +151,8 @@ def _select_indices(scored_group: ScoredGroup, max_completions: int) -> list[int
     """Return the indices of at most `max_completions` completions of a group, evenly spaced from the best to the worst
     reward."""
     ranked_indices = sorted(range(len(scored_group.scores)), key=lambda k: -_reward_sort_key(scored_group.scores[k]))
-    indices = np.linspace(0, len(ranked_indices) - 1, min(len(ranked_indices), max_completions)).round().astype(int)
-    return [ranked_indices[i] for i in indices]
+    positions = np.linspace(0, len(ranked_indices) - 1, min(len(ranked_indices), max_completions)).round().astype(int)
+    return [ranked_indices[i] for i in positions]
 
 
 def _reward_sort_key(score: Any) -> float:
@@ -181,19 +181,19 @@ def _describe_opposed_rewards(means_by_step: Sequence[Mapping[str, float]]) -> s
     means of the later half of the steps are above or below all means of the earlier half."""
     if len(means_by_step) < _NUM_COMPARED_STEPS:
         return ""
-    num_earlier_steps, earlier_and_later_means = _NUM_COMPARED_STEPS // 2, {}
+    num_steps_before, mean_changes = _NUM_COMPARED_STEPS // 2, {}
     for name in set.intersection(*map(set, means_by_step)):
-        reward_means_by_step = [reward_means[name] for reward_means in means_by_step]
-        earlier_means, later_means = reward_means_by_step[:num_earlier_steps], reward_means_by_step[num_earlier_steps:]
-        if min(later_means) > max(earlier_means) or max(later_means) < min(earlier_means):
-            earlier_and_later_means[name] = (float(np.mean(earlier_means)), float(np.mean(later_means)))
-    rising_rewards = [(name, old, new) for name, (old, new) in earlier_and_later_means.items() if new > old]
-    falling_rewards = sorted((name, old, new) for name, (old, new) in earlier_and_later_means.items() if new <= old)
+        step_means = [reward_means[name] for reward_means in means_by_step]
+        means_before, means_after = step_means[:num_steps_before], step_means[num_steps_before:]
+        if min(means_after) > max(means_before) or max(means_after) < min(means_before):
+            mean_changes[name] = (float(np.mean(means_before)), float(np.mean(means_after)))
+    rising_rewards = [(name, old, new) for name, (old, new) in mean_changes.items() if new > old]
+    falling_rewards = sorted((name, old, new) for name, (old, new) in mean_changes.items() if new <= old)
     if len(rising_rewards) != 1 or not falling_rewards:
         return ""
-    [(name, old_mean, new_mean)] = rising_rewards
+    [(name, mean_before, mean_after)] = rising_rewards
     falling_text = " and ".join(f"{reward!r} fell from {old:.3g} to {new:.3g}" for reward, old, new in falling_rewards)
-    return f"reward {name!r} rose from {old_mean:.3g} to {new_mean:.3g} while {falling_text}"
+    return f"reward {name!r} rose from {mean_before:.3g} to {mean_after:.3g} while {falling_text}"
 
 
 def _compute_text_statistics(completions: Sequence[Completion]) -> dict[str, float]:

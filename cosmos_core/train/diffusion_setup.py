@@ -24,7 +24,7 @@ from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import FlowSampling, Sampling
 
 
-def evaluation_sampling(diffusers_config: DiffusersConfig) -> FlowSampling:
+def make_evaluation_sampling(diffusers_config: DiffusersConfig) -> FlowSampling:
     """Return the sampling settings for held-out prompts: a solver that adds no noise, and the image or video size of
     `inference_size`."""
     sample_config = diffusers_config.sample

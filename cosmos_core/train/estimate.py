@@ -42,7 +42,7 @@ from cosmos_core.rollout.registry import FALLBACK_ENGINE
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import micro_batch_tokens, plan_balanced_steps, total_steps
-from cosmos_core.train.memory import StepMemory, eight_bit_moment_bytes, estimate_untraced_memory, trace_step_memory
+from cosmos_core.train.memory import StepMemory, estimate_8bit_moment_bytes, estimate_untraced_memory, trace_step_memory
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Outcome
 
@@ -111,24 +111,24 @@ def estimate(
     max_length, completion_length = recipe.policy.model_max_length, recipe.rollout.max_response_length
     estimate_num_tokens = partial(_estimate_sequence_length, max_length, completion_length if has_rollouts else 0)
     sequence_length = int(estimate_num_tokens(row_stats.max_length))
-    max_steps, estimate_notes = train.max_num_steps, []
+    max_steps, caveats = train.max_num_steps, []
     if row_stats.num_rows is None:
         step_limit_text = f"at most max_num_steps = {max_steps} and what they read" if max_steps else "unknown"
-        estimate_notes.append(f"steps and tokens: {step_limit_text}, because the rows are not on this machine yet")
+        caveats.append(f"steps and tokens: {step_limit_text}, because the rows are not on this machine yet")
     num_steps, num_tokens, is_steps_bound = _estimate_training_length(
         train, recipe.policy, recipe.group_size, row_stats, estimate_num_tokens(row_stats.mean_length), prepared_folder
     )
     if is_steps_bound and row_stats.num_rows is not None:
-        estimate_notes.append(
+        caveats.append(
             f"steps: at most max_num_steps = {max_steps}, because batches are filled by tokens, yet to be counted"
         )
-    fake_model, memory, trace_notes = _trace_memory(
+    fake_model, memory, trace_caveats = _trace_memory(
         partial(make_algorithm, recipe), train, recipe.policy, model, sequence_length, progress_writer
     )
-    rank_memory = shard_memory(memory, train, mesh)
+    memory_per_rank = shard_memory(memory, train, mesh)
     if train.activation_offload:
-        estimate_notes.append("activations: as if they stayed, yet activation_offload moves them to host memory")
-    estimate_notes += trace_notes
+        caveats.append("activations: as if they stayed, yet activation_offload moves them to host memory")
+    caveats += trace_caveats
     num_parameters = sum(p.numel() for p in fake_model.parameters())
     num_trainable_params = sum(p.numel() for p in fake_model.parameters() if p.requires_grad)
     kv_cache_size: int | None = 0
@@ -136,15 +136,15 @@ def estimate(
     if has_rollouts:
         engine_weight_bytes = _estimate_engine_weight_bytes(recipe.rollout, train, mesh.world_size, num_parameters)
         max_groups = recipe.rollout.max_prompts_in_flight if recipe.num_engines else recipe.rollout.batch_size
-        kv_cache_size = kv_cache_bytes(fake_model.config, recipe.rollout, train, max_groups, sequence_length)
+        kv_cache_size = estimate_kv_cache_bytes(fake_model.config, recipe.rollout, train, max_groups, sequence_length)
         if kv_cache_size is None:
             model_type = fake_model.config.model_type
-            estimate_notes.append(f"KV cache: unknown, because {model_type} has layers without keys and values")
+            caveats.append(f"KV cache: unknown, because {model_type} has layers without keys and values")
     return TrainingEstimate(
         parameters=num_parameters,
         trainable=num_trainable_params,
-        memory=rank_memory,
-        peak=rank_memory.total_bytes,
+        memory=memory_per_rank,
+        peak=memory_per_rank.total_bytes,
         engine_weights=engine_weight_bytes,
         kv_cache=kv_cache_size,
         sequence_length=sequence_length,
@@ -155,11 +155,11 @@ def estimate(
         is_tokens_bound=row_stats.mean_length is None or has_rollouts,
         disk=_estimate_disk_bytes(train, recipe.validation, memory, (num_parameters, num_trainable_params), num_steps),
         machine=_describe_machine(train.param_dtype),
-        notes=tuple(estimate_notes),
+        notes=tuple(caveats),
     )
 
 
-def kv_cache_bytes(
+def estimate_kv_cache_bytes(
     config: PretrainedConfig, rollout: RolloutConfig, train: TrainConfig, max_groups: int, sequence_length: int
 ) -> int | None:
     """Return the bytes of the KV cache of all concurrent sequences; None if a layer does not cache keys and values.
@@ -216,7 +216,7 @@ def _trace_memory(
             gradient_checkpointing=policy_config.model_gradient_checkpointing,
         )
         mark_trained_weights(fake_model, policy_config)
-    trace_notes: list[str] = []
+    trace_caveats: list[str] = []
     with FakeTensorMode():
         _use_fake_tensors(fake_model)
         try:
@@ -230,14 +230,14 @@ def _trace_memory(
             # A model's code may fail on fake tensors; then only the memory of activations and casts remains unknown.
             logger.info("the step cannot be traced", exc_info=True)
             problem = f"the model cannot be traced without data ({first_line(error)})"
-            trace_notes = [f"activations: unknown, because {problem}"]
+            trace_caveats = [f"activations: unknown, because {problem}"]
             memory = estimate_untraced_memory(fake_model, len(weight_sets))
     if train.optm_name.endswith("8bit"):
-        memory = replace(memory, optimizer=eight_bit_moment_bytes(fake_model))
+        memory = replace(memory, optimizer=estimate_8bit_moment_bytes(fake_model))
     if train.ema_enable:
         num_trainable = sum(parameter.numel() for parameter in fake_model.parameters() if parameter.requires_grad)
         memory = replace(memory, average=num_trainable * torch.float32.itemsize)
-    return fake_model, memory, trace_notes
+    return fake_model, memory, trace_caveats
 
 
 def _use_fake_tensors(model: PreTrainedModel) -> None:
@@ -325,15 +325,15 @@ def _estimate_disk_bytes(
     """Return the bytes of the exported model and of the checkpoints that are kept. A checkpoint is assumed to be saved
     for each validated step, because each may be the best so far. `num_params`: number of all parameters, and of the
     trainable ones."""
-    ckpt, is_validated = train.ckpt, validation.enable
+    ckpt, has_validation = train.ckpt, validation.enable
     num_checkpoints = 1  # the checkpoint after the last step is always saved
     if ckpt.enable_checkpoint:
         steps_per_epoch = max(1, (steps or 0) // train.epoch)
         save_freq = max(0, ckpt.save_freq_in_epoch) * steps_per_epoch or ckpt.save_freq
-        checkpoint_intervals = (save_freq, *([validation.freq] if is_validated else []))
+        checkpoint_intervals = (save_freq, *([validation.freq] if has_validation else []))
         saved_steps = (step for interval in checkpoint_intervals for step in range(interval, steps or 0, interval))
         num_saves = len({steps, *saved_steps})
-        max_kept = max(1, ckpt.max_keep) + is_validated  # the best checkpoint is kept in addition to `max_keep` others
+        max_kept = max(1, ckpt.max_keep) + has_validation  # the best checkpoint is kept besides `max_keep` others
         num_checkpoints = max_kept if steps is None else num_saves if ckpt.max_keep == -1 else min(num_saves, max_kept)
     weight_bytes = num_params[1] * _element_bytes(train.master_dtype)  # checkpoints have no frozen parameters
     checkpoint_bytes = weight_bytes + memory.optimizer + memory.reference + memory.average
@@ -361,8 +361,8 @@ def _estimate_engine_weight_bytes(
         return num_parameters * _element_bytes(train.master_dtype)
     if rollout.backend != "vllm":
         return 0
-    num_shards = rollout.parallelism.tp_size * rollout.parallelism.pp_size
-    return num_parameters * _element_bytes(train.param_dtype) // num_shards
+    num_engine_shards = rollout.parallelism.tp_size * rollout.parallelism.pp_size
+    return num_parameters * _element_bytes(train.param_dtype) // num_engine_shards
 
 
 def _element_bytes(dtype: str) -> int:

@@ -52,7 +52,7 @@ class RolloutSetup:
     def __init__(self, stage: Stage, trainer: Trainer, exit_stack: ExitStack) -> None:
         self._stage, self._trainer, self.exit_stack = stage, trainer, exit_stack
         self._scorer_by_key: dict[Hashable, ScoreGroupsFn] = {}
-        self._published_version = 0
+        self._published_weights_version = 0
 
     @cached_property
     def engine(self) -> Engine:
@@ -63,7 +63,7 @@ class RolloutSetup:
         engine: Engine
         if stage.kind.feed == "rollouts" and stage.recipe.num_engines:
             engine = _make_engine_fleet(stage.recipe.rollout, stage.recipe.mode, stage.engines, stage.progress.beat)
-            engine.send_missing_weights = lambda: self.send_missing_weights(self._published_version)
+            engine.send_missing_weights = lambda: self.send_missing_weights(self._published_weights_version)
         else:
             is_diffusion = stage.recipe.policy.is_diffusers
             engine_settings = EngineSettings(
@@ -109,7 +109,7 @@ class RolloutSetup:
 
     def publish(self, weights_version: int) -> dict[str, float]:
         """Send the current weights to the engine as version `weights_version`, and return metrics of the transfer."""
-        self._published_version = weights_version
+        self._published_weights_version = weights_version
         return self._weight_publisher.publish(weights_version)
 
     def make_scorer(self, rewards: RewardConfig, max_tokens: int | None = None) -> ScoreGroupsFn:
@@ -220,8 +220,8 @@ def _open_separate_engine(stage_folder: Path, send_heartbeat: Callable[[], None]
     return open_engine(stage, send_heartbeat)
 
 
-def open_engine(stage: Stage, beat: Callable[[], None]) -> Engine:
-    """Return the rollout engine of a stage in a process without a trainer; the engine calls `beat` during waits."""
+def open_engine(stage: Stage, send_heartbeat: Callable[[], None]) -> Engine:
+    """Return the rollout engine of a stage in a process without a trainer; it calls `send_heartbeat` during waits."""
     policy_config = stage.recipe.policy
     tokenizer = load_tokenizer(stage.model, policy_config.model_revision, policy_config.chat_template)
     master_dtype = getattr(torch, stage.recipe.train.master_dtype)
@@ -231,12 +231,12 @@ def open_engine(stage: Stage, beat: Callable[[], None]) -> Engine:
         # The engine must know the shapes of the adapter, so that later only the adapter's weights are sent.
         mark_trained_weights(model, policy_config)
     elif stage.data is not None:  # check the prompts, since no trainer has done it
-        check_rows(model.config, stage.data, lambda: model, splits_to_complete=["train"])
+        check_rows(model.config, stage.data, lambda: model, completed_splits=["train"])
     if generation_config := load_generation_config(stage.model, policy_config.model_revision):
         model.generation_config = generation_config
     engine_settings = EngineSettings(
         model, tokenizer, stage.model, stage.recipe.rollout, policy_config.model_max_length,
         getattr(torch, stage.recipe.train.param_dtype), stage.recipe.custom, is_separate=True,
-        vision=open_image_reader(stage), beat=beat,
+        vision=open_image_reader(stage), beat=send_heartbeat,
     )  # fmt: skip
     return make_engine(engine_settings)

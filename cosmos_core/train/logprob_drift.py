@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 _LOGPROB_DIFFERENCE_METRIC, _WEIGHT_LAG_METRIC = "rollout/logprob_difference_mean", "rollout/version_lag"
 _NONFINITE_METRIC = "rollout/tokens_not_finite"
-_OUTDATED_TOLERANCE_NATS = 1.0
+_OLD_WEIGHTS_TOLERANCE_NATS = 1.0
 """Difference between the log-probabilities of engines and trainer, in nats per token, that is tolerated if the engines
 have older weights than the trainer. Corrupt weights lead to a larger difference."""
 
@@ -34,7 +34,7 @@ class LogprobDriftCheck:
         tolerance is larger for a model with dropout, which only the trainer applies."""
         self._should_stop = should_stop
         self._tolerance = logprob_tolerance(dtype, transfer_dtype) + _max_logprob_shift(sampling)
-        self._tolerance = max(self._tolerance, _OUTDATED_TOLERANCE_NATS) if has_dropout else self._tolerance
+        self._tolerance = max(self._tolerance, _OLD_WEIGHTS_TOLERANCE_NATS) if has_dropout else self._tolerance
         self._has_warned = False
 
     def check_step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -45,7 +45,7 @@ class LogprobDriftCheck:
         if logprob_difference is None:
             return {}
         weight_lag = metrics.get(_WEIGHT_LAG_METRIC, 0.0)
-        tolerance = self._tolerance if weight_lag == 0 else max(self._tolerance, _OUTDATED_TOLERANCE_NATS)
+        tolerance = self._tolerance if weight_lag == 0 else max(self._tolerance, _OLD_WEIGHTS_TOLERANCE_NATS)
         exceeds_tolerance = not logprob_difference <= tolerance  # unlike `>`, `not <=` is also True for NaN
         if exceeds_tolerance and not self._has_warned:
             logger.warning(

@@ -38,7 +38,7 @@ from cosmos_core.train.weight_sets import MovingAverage
 
 logger = logging.getLogger(__name__)
 
-_VERIFIER_LEAD_SECONDS = 15.0
+_VERIFICATION_LEAD_SECONDS = 15.0
 """Expected remaining seconds of a training at which the process that will verify the exported model is started early,
 because the process takes seconds to import its libraries."""
 
@@ -110,10 +110,10 @@ class TrainLoop:
                 self._train(profiler)
             except StopRequested:  # save before the profiler writes its trace, because writing may take long
                 raise self._save_and_make_preempted_error() from None
-        has_new_metrics = self.validation.wait(self.step)
-        has_new_metrics |= self._validate_last_step()
+        has_new_validation_metrics = self.validation.wait(self.step)
+        has_new_validation_metrics |= self._validate_last_step()
         self.checkpointer.wait()
-        if has_new_metrics or self.checkpointer.latest_step() != self.step:
+        if has_new_validation_metrics or self.checkpointer.latest_step() != self.step:
             self._save_checkpoint()
             self.checkpointer.wait()
         if self.moving_average:
@@ -155,7 +155,7 @@ class TrainLoop:
         metrics |= self.validation.publish_step(self.step)
         metrics["time/step"] = time.perf_counter() - start_time
         self.hooks("post_training_step_hook", current_step=self.step, total_steps=self.feed.total_steps, **metrics)
-        if (self.feed.total_steps - self.step) * metrics["time/step"] < _VERIFIER_LEAD_SECONDS and is_first_rank():
+        if (self.feed.total_steps - self.step) * metrics["time/step"] < _VERIFICATION_LEAD_SECONDS and is_first_rank():
             self.trainer.adapter.prestart_verification()
         return metrics
 
@@ -205,7 +205,7 @@ class TrainLoop:
             if self.moving_average:
                 self.moving_average.update(self._num_updates)
             if self.mfu_counter:
-                self.mfu_counter.add(update)
+                self.mfu_counter.count_update(update)
         if not self._num_updates:
             logger.warning(
                 "step %d: the algorithm trains on none of %d samples, and no step before has changed the weights",
@@ -298,8 +298,8 @@ class TrainLoop:
     @property
     def _data_parallel_rank(self) -> int:
         """Return the data-parallel rank. Random seeds depend on it, so ranks that share a sample have equal seeds."""
-        device_mesh = self.trainer.adapter.mesh
-        return device_mesh.dp.get_local_rank() if device_mesh else 0
+        mesh = self.trainer.adapter.mesh
+        return mesh.dp.get_local_rank() if mesh else 0
 
     def _save_checkpoint(self) -> None:
         self.workspace.progress.phase("save")
@@ -333,7 +333,7 @@ class TrainLoop:
             if name.endswith("_max") and not name.startswith(VALIDATION_METRIC_PREFIX)
         }
         self.workspace.metrics.log(step, metrics)
-        name_by_metric = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}
-        progress_metrics = {name: metrics[key] for key, name in name_by_metric.items() if key in metrics}
+        shown_names = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}
+        progress_metrics = {name: metrics[key] for key, name in shown_names.items() if key in metrics}
         progress_metrics |= {key: value for key, value in metrics.items() if key.startswith(("time/", "memory/"))}
         self.workspace.progress.step(step, self.feed.total_steps, **progress_metrics)

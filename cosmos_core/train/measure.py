@@ -31,7 +31,7 @@ from cosmos_core.rollout.groups import dataset_means, reward_means, turn_metrics
 from cosmos_core.run.files import parse_json_objects, raise_disk_full, write_text
 from cosmos_core.run.progress import has_step
 from cosmos_core.run.workspace import Workspace
-from cosmos_core.train.diffusion_setup import evaluation_sampling
+from cosmos_core.train.diffusion_setup import make_evaluation_sampling
 from cosmos_core.train.stop import check_stop
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Group, Prompt, Sampling, Score, ScoredGroup
@@ -199,10 +199,10 @@ def add_samples(samples_file: Path, step: int, groups: Sequence[ScoredGroup], *,
     json_lines = []
     if samples_file.exists():
         saved_records = parse_json_objects(samples_file.read_text(encoding="utf-8", errors="replace").split("\n"))
-        earlier_records = [line for line in saved_records if has_step(line) and line["step"] < step]
-        json_lines = [json.dumps(line, ensure_ascii=False) for line in earlier_records]
-    sample_rows = [gallery.collect_samples(group, range(len(group.scores)), is_scored=has_rewards) for group in groups]
-    media_samples = [row for row in sample_rows if row]  # leave out text completions, which have no media
+        kept_records = [line for line in saved_records if has_step(line) and line["step"] < step]
+        json_lines = [json.dumps(line, ensure_ascii=False) for line in kept_records]
+    group_media = [gallery.collect_samples(group, range(len(group.scores)), is_scored=has_rewards) for group in groups]
+    media_samples = [row for row in group_media if row]  # leave out text completions, which have no media
     media_files = gallery.save_step_samples(samples_file.parent, step, media_samples) if media_samples else []
     for group_index, group in enumerate(groups):
         completion, score, prompt = group.group.completions[0], group.scores[0], group.group.prompt
@@ -234,7 +234,7 @@ def make_completion_settings(recipe: Recipe) -> CompletionSettings:
         max_tokens=recipe.max_held_out_tokens,
         num_completions=validation_config.n_generation,
         seed=recipe.train.seed,
-        flow=evaluation_sampling(recipe.policy.diffusers) if recipe.policy.is_diffusers else None,
+        flow=make_evaluation_sampling(recipe.policy.diffusers) if recipe.policy.is_diffusers else None,
     )
     return CompletionSettings(
         sampling, recipe.held_out_rewards, validation_config.batch_size or rollout_config.batch_size

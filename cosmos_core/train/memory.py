@@ -63,7 +63,7 @@ def estimate_untraced_memory(model: PreTrainedModel, num_weight_sets: int) -> St
     return StepMemory(weight_bytes, gradient_bytes, 2 * gradient_bytes, weight_copy_bytes, casts=None, activations=None)
 
 
-def eight_bit_moment_bytes(model: PreTrainedModel) -> int:
+def estimate_8bit_moment_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of both Adam moments of a model in torchao's 8-bit format: one byte per value, a scale per block
     of 256 values, and a table of codes per parameter. Moments of parameters that are small or not divisible into blocks
     have the dtype of the parameter."""
@@ -85,8 +85,8 @@ def trace_step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig
     token_ids, loss_mask = np.zeros(sequence_length, np.int64), np.ones(sequence_length, np.uint8)
     num_rows, num_sequences = min(2 * train.rows_per_pass, train.train_batch_per_replica), policy.num_sequences_per_row
     row_numbers = [i for i in range(num_rows) for _ in range(num_sequences)]
-    batch_indices = [i // train.rows_per_pass if num_sequences > 1 else None for i in row_numbers]
-    samples = [Sample(token_ids, loss_mask, advantage=1.0, reward=1.0, micro_batch=number) for number in batch_indices]
+    batch_numbers = [i // train.rows_per_pass if num_sequences > 1 else None for i in row_numbers]
+    samples = [Sample(token_ids, loss_mask, advantage=1.0, reward=1.0, micro_batch=number) for number in batch_numbers]
     byte_counter = _LiveByteCounter()
     with byte_counter, byte_counter.forbid_reading_tensor_values(model):
         byte_counter.assign_memory_use("weights", (*model.parameters(), *model.buffers()))
@@ -101,7 +101,7 @@ def trace_step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig
             byte_counter.assign_memory_use("gradients", _get_gradients(model))
         optimizer_state_values = [value for state in trainer.optimizer.state.values() for value in state.values()]
         byte_counter.assign_memory_use("optimizer", [v for v in optimizer_state_values if isinstance(v, Tensor)])
-    return byte_counter.peak_memory()
+    return byte_counter.find_peak_memory()
 
 
 class _LiveByteCounter(TorchDispatchMode):
@@ -138,7 +138,7 @@ class _LiveByteCounter(TorchDispatchMode):
             for hook in hook_handles:
                 hook.remove()
 
-    def peak_memory(self) -> StepMemory:
+    def find_peak_memory(self) -> StepMemory:
         """Return the bytes of each use at the moment of peak memory. The optimizer's state counts from the start, as in
         every step but the first."""
         sizes_and_memory_uses = zip(self._storage_sizes, self._memory_use_by_storage, strict=True)
@@ -148,10 +148,10 @@ class _LiveByteCounter(TorchDispatchMode):
         ]
         byte_changes = [byte_change for byte_change in byte_changes if byte_change[0] != "optimizer"]
         cumulative_bytes = np.cumsum([size for _, size in byte_changes])
-        bytes_by_use = dict.fromkeys(("weights", "gradients", "reference", "casts", "activations"), 0)
+        bytes_by_memory_use = dict.fromkeys(("weights", "gradients", "reference", "casts", "activations"), 0)
         for memory_use, size in byte_changes[: int(cumulative_bytes.argmax()) + 1]:
-            bytes_by_use[memory_use] += size
-        return StepMemory(optimizer=optimizer_bytes, **bytes_by_use)
+            bytes_by_memory_use[memory_use] += size
+        return StepMemory(optimizer=optimizer_bytes, **bytes_by_memory_use)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -159,7 +159,7 @@ class _LiveByteCounter(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and not self._is_inside_model:
             # The values of the loss, the norm and the metrics do not affect memory: return a finite 1 for each.
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
-        output = _empty_grouped_product(*args) if func is aten._grouped_mm.default else func(*args, **(kwargs or {}))
+        output = _make_grouped_mm_output(*args) if func is aten._grouped_mm.default else func(*args, **(kwargs or {}))
         tree_map_only(Tensor, self._track_storage, output)
         if func is aten._to_copy.default and self._memory_use_by_storage[self._track_storage(args[0])] == "weights":
             self.assign_memory_use("casts", [output])
@@ -173,11 +173,12 @@ class _LiveByteCounter(TorchDispatchMode):
             self._storage_sizes.append(storage.nbytes())
             self._memory_use_by_storage.append("activations")
             self._allocation_events.append((storage_number, 1))
-            weakref.finalize(storage, self._allocation_events.append, (storage_number, -1)).atexit = False
+            finalizer = weakref.finalize(storage, self._allocation_events.append, (storage_number, -1))
+            finalizer.atexit = False
         return int(self._storage_numbers[storage])
 
 
-def _empty_grouped_product(token_inputs: Tensor, weights: Tensor, group_ends: Tensor | None = None, *_: Any) -> Tensor:
+def _make_grouped_mm_output(token_inputs: Tensor, weights: Tensor, group_ends: Tensor | None = None, *_: Any) -> Tensor:
     """Return an uninitialised tensor with the shape of the result of `_grouped_mm`. The meta kernel of PyTorch for this
     operation accepts only bfloat16."""
     leading_shape = () if group_ends is None or not token_inputs.ndim == weights.ndim == 2 else (len(group_ends),)

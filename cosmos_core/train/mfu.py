@@ -19,7 +19,7 @@ class FlopsUtilization:
         self._matmul_flops_per_second = measure_matmul_flops(adapter.device, getattr(torch, dtype)) * num_ranks()
         self._num_flops = 0.0
 
-    def add(self, update: Update) -> None:
+    def count_update(self, update: Update) -> None:
         """Count the model FLOPs of one optimizer step, including those of its supervised loss, if it has one."""
         for counted_update in filter(None, (update, update.data)):
             self._num_flops += self._train_flops.total_flops(list(map(self._count_tokens, counted_update.samples)))

@@ -107,16 +107,16 @@ def learning_rate_factor(step: int, total_steps: int, train_config: TrainConfig)
     num_warmup_steps = int(num_warmup_steps * total_steps) if isinstance(num_warmup_steps, float) else num_warmup_steps
     num_warmup_steps = min(num_warmup_steps, total_steps)
     if step < num_warmup_steps:
-        start_factor = train_config.optm_warmup_start_factor
-        return start_factor + (1 - start_factor) * (step + 1) / num_warmup_steps
+        warmup_start_factor = train_config.optm_warmup_start_factor
+        return warmup_start_factor + (1 - warmup_start_factor) * (step + 1) / num_warmup_steps
 
     num_decay_steps = total_steps - num_warmup_steps
     if train_config.optm_decay_ratio is not None:
         num_decay_steps = min(num_decay_steps, round(total_steps * train_config.optm_decay_ratio))
-    num_decayed_steps = step - (total_steps - num_decay_steps)
-    if num_decayed_steps <= 0:
+    num_steps_since_decay_start = step - (total_steps - num_decay_steps)
+    if num_steps_since_decay_start <= 0:
         return 1.0
-    decay_progress = min(1.0, num_decayed_steps / max(1, num_decay_steps))
+    decay_progress = min(1.0, num_steps_since_decay_start / max(1, num_decay_steps))
     decay_factor = {
         "none": 1.0,
         "linear": 1 - decay_progress,

@@ -31,8 +31,8 @@ class PassRates:
         for group in scored_groups:
             prompt = group.group.prompt
             rewards = [(score.value, score.metrics) for score in group.scores if score.value is not None]
-            full_rewards = [(value, self._get_full_reward(prompt.source, metrics)) for value, metrics in rewards]
-            full_reward_flags = [has_full_reward(value, full) for value, full in full_rewards if full is not None]
+            reward_pairs = [(value, self._get_full_reward(prompt.source, metrics)) for value, metrics in rewards]
+            full_reward_flags = [has_full_reward(value, full) for value, full in reward_pairs if full is not None]
             added_counts = (
                 1, len(rewards), sum(value for value, _ in rewards), sum(full_reward_flags), len(full_reward_flags)
             )  # fmt: skip
@@ -54,11 +54,11 @@ class PassRates:
         json_lines = []
         for prompt in prompts:
             prompt_counts = self._prompt_counts.get(str(prompt.id), [0.0] * 5)
-            num_sampled_groups, num_valid_rewards, reward_sum, num_full_rewards, num_with_known_result = prompt_counts
-            has_pass_rate = num_with_known_result and self._get_full_reward(prompt.source) is not None
+            num_sampled_groups, num_valid_rewards, reward_sum, num_full_rewards, num_known_full_rewards = prompt_counts
+            has_pass_rate = num_known_full_rewards and self._get_full_reward(prompt.source) is not None
             pass_rate_record = {
                 "prompt": prompt.text,
-                "pass_rate": num_full_rewards / num_with_known_result if has_pass_rate else None,
+                "pass_rate": num_full_rewards / num_known_full_rewards if has_pass_rate else None,
                 "mean_reward": reward_sum / num_valid_rewards if num_valid_rewards else None,
                 "drawn": int(num_sampled_groups),
                 "completions": int(num_valid_rewards),

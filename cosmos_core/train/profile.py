@@ -22,29 +22,29 @@ class StepProfiler:
         training."""
         self._stage_folder, self._config = stage_folder, config.sub_profiler_config
         self._rank = rank_number()
-        self._is_enabled = config.enable_profiler and self._rank in (self._config.rank_filter or (0,))
+        self._is_rank_profiled = config.enable_profiler and self._rank in (self._config.rank_filter or (0,))
         self._last_request_time = self._read_profile_request_time()
-        self._profile: profile | None = None
-        self._step = self._first_step = start_step
+        self._torch_profiler: profile | None = None
+        self._step = self._profile_start_step = start_step
 
     def __enter__(self) -> Self:
-        if self._is_enabled and self._config.do_profile:
+        if self._is_rank_profiled and self._config.do_profile:
             self._begin_profile()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._profile is not None:
-            self._profile.stop()
+        if self._torch_profiler is not None:
+            self._torch_profiler.stop()
 
     def step(self, step: int) -> None:
         """Notify the profiler that train step `step` has ended."""
         self._step = step
-        if self._profile is not None:
-            self._profile.step()
+        if self._torch_profiler is not None:
+            self._torch_profiler.step()
             if step == self._last_profiled_step:
-                self._profile.stop()
-                self._profile = None
-        elif self._is_enabled and (request_time := self._read_profile_request_time()) != self._last_request_time:
+                self._torch_profiler.stop()
+                self._torch_profiler = None
+        elif self._is_rank_profiled and (request_time := self._read_profile_request_time()) != self._last_request_time:
             self._last_request_time = request_time
             self._begin_profile()
 
@@ -54,8 +54,8 @@ class StepProfiler:
 
     def _begin_profile(self) -> None:
         config, has_gpu = self._config, torch.cuda.is_available()
-        self._first_step = self._step
-        self._profile = profile(
+        self._profile_start_step = self._step
+        self._torch_profiler = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_gpu else [])],
             schedule=schedule(wait=config.wait_steps, warmup=config.warmup_steps, active=config.active_steps, repeat=1),
             on_trace_ready=self._write_trace,
@@ -63,12 +63,12 @@ class StepProfiler:
             profile_memory=config.profile_memory,
             with_stack=config.with_stack,
         )
-        self._profile.start()
+        self._torch_profiler.start()
 
     @property
     def _last_profiled_step(self) -> int:
         config = self._config
-        return self._first_step + config.wait_steps + config.warmup_steps + config.active_steps
+        return self._profile_start_step + config.wait_steps + config.warmup_steps + config.active_steps
 
     def _write_trace(self, profile: profile) -> None:
         if (first_traced_step := self._last_profiled_step - self._config.active_steps + 1) > self._step:

@@ -124,14 +124,14 @@ def propose(options: CliOptions, hardware: Hardware) -> Iterator[ProposedSetting
     yield from ((f"{_DATASET_KEY}.{key}", value, "--set") for key, value in options.rows.items())
     for reward in filter(is_user_code, options.reward_names):  # import user code now: its errors end the command
         load_reward(reward)
-    propose_settings = _image_settings if load_row_kind(method.rows).has_media else _text_settings
+    propose_settings = _propose_for_images if load_row_kind(method.rows).has_media else _propose_for_text
     yield from propose_settings(options, method, hardware)
     yield "train.ckpt.enable_checkpoint", True, "so that a killed run goes on from here"
     yield "train.ckpt.save_freq", 50, "steps"
     yield "train.ckpt.max_keep", 2, "older ones are removed"
 
 
-def _text_settings(options: CliOptions, method: TrainingMethod, hardware: Hardware) -> Iterator[ProposedSetting]:
+def _propose_for_text(options: CliOptions, method: TrainingMethod, hardware: Hardware) -> Iterator[ProposedSetting]:
     dataset_rows = load_rows(options.dataset, _DATASET_KEY)
     sampled_rows = list(islice(dataset_rows, _MAX_SAMPLED_ROWS))
     if not sampled_rows:
@@ -148,14 +148,14 @@ def _text_settings(options: CliOptions, method: TrainingMethod, hardware: Hardwa
     image_folder = find_image_root(recipe, options.model, dataset_rows.folder)
     record_spec = RecordSpec(recipe, row_kind, sys.maxsize, options.model, image_folder)
     try:
-        max_row_length = _max_row_length(tokenizer, record_spec, sampled_rows)
+        max_row_length = _find_max_row_length(tokenizer, record_spec, sampled_rows)
     except ModelError:  # rows with conversations need a chat template, which the model may lack
         if tokenizer.chat_template:
             raise
         template_name = "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
         set_chat_template(tokenizer, template_name)
         record_spec = replace(record_spec, recipe=_make_recipe(options, column_by_option, template_name))
-        max_row_length = _max_row_length(tokenizer, record_spec, sampled_rows)
+        max_row_length = _find_max_row_length(tokenizer, record_spec, sampled_rows)
         yield "policy.chat_template", template_name, "the model has none, and the rows have turns"
     text_config, has_completions = model_config.get_text_config(), row_kind.is_prompt
     completion_tokens = (1024 if hardware.num_gpus else 256) * has_completions
@@ -164,25 +164,25 @@ def _text_settings(options: CliOptions, method: TrainingMethod, hardware: Hardwa
     reason = f"the longest of the first {len(sampled_rows):,} rows has {max_row_length:,} tokens"
     yield ("policy.model_max_length", max_length, reason + f", a completion {completion_tokens:,}" * has_completions)
     if has_completions:
-        yield "rollout.max_response_length", min(completion_tokens, max_length // 2), "raise it for longer reasoning"
+        yield ("rollout.max_response_length", min(completion_tokens, max_length // 2), "raise it for longer reasoning")
         reward_setting = options.reward_names if options.reward_names[1:] else options.reward
         yield "train.train_policy.reward_function", reward_setting, "--reward"
     with torch.device("meta"):
         model = model_without_weights(options.model, dtype=torch.float32)
     num_weights = sum(weight.numel() for weight in model.parameters())
-    yield from _model_size_settings(method, num_weights, hardware)
+    yield from _propose_by_model_size(method, num_weights, hardware)
     # Bytes of activations per token with recomputation: the inputs of all layers, and the intermediates of one layer.
     activation_bytes_per_token = (text_config.num_hidden_layers + 40) * text_config.hidden_size * 4
     free_bytes = hardware.memory * 0.9 - min(num_weights * _BYTES_PER_WEIGHT, int(hardware.memory * _STATE_FRACTION))
     max_rows = max(1, int(free_bytes / (activation_bytes_per_token * max_length * len(row_kind.token_id_columns))))
-    yield from _batch_settings(has_completions, len(dataset_rows), max_rows, max(1, hardware.num_gpus))
+    yield from _propose_batches(has_completions, len(dataset_rows), max_rows, max(1, hardware.num_gpus))
     if len(dataset_rows) >= 10:
         num_held_out_rows = max(1, min(200, len(dataset_rows) // 20))
         yield "train.train_policy.dataset.test_size", num_held_out_rows, f"held out of {len(dataset_rows):,} rows"
-        yield from _validation_settings(f"the {'rewards' if has_completions else 'loss'} of held-out rows")
+        yield from _propose_validation(f"the {'rewards' if has_completions else 'loss'} of held-out rows")
 
 
-def _validation_settings(reason_text: str) -> Iterator[ProposedSetting]:
+def _propose_validation(reason_text: str) -> Iterator[ProposedSetting]:
     yield "validation.enable", True, reason_text
     yield "validation.val_before_train", True, "so that the report has before and after"
     yield "validation.freq", 50, "steps"
@@ -227,7 +227,7 @@ def _make_recipe(options: CliOptions, column_by_option: dict[str, str], chat_tem
     return Recipe.model_validate(dict(recipe_tables, custom=options.custom))
 
 
-def _max_row_length(tokenizer: Any, record_spec: RecordSpec, sampled_rows: list[LocatedRow]) -> int:
+def _find_max_row_length(tokenizer: Any, record_spec: RecordSpec, sampled_rows: list[LocatedRow]) -> int:
     """Return the number of tokens, images included, that the longest of the rows `sampled_rows` has after `prepare`."""
     row_kind = record_spec.row_kind
     max_length, first_error = 0, None
@@ -245,24 +245,24 @@ def _max_row_length(tokenizer: Any, record_spec: RecordSpec, sampled_rows: list[
     return max_length
 
 
-def _model_size_settings(method: TrainingMethod, num_weights: int, hardware: Hardware) -> Iterator[ProposedSetting]:
+def _propose_by_model_size(method: TrainingMethod, num_weights: int, hardware: Hardware) -> Iterator[ProposedSetting]:
     """Yield the settings that depend on memory and model size: adapter, learning rate, dtype, sharding."""
     if not hardware.num_gpus:
         yield "train.param_dtype", "float32", "no GPU here; a CPU is seldom faster in bfloat16"
     size_text = f"{num_weights / 1e9:.2f} billion" if num_weights >= 1e9 else f"{num_weights / 1e6:.3g} million"
-    fits_in_memory = num_weights * _BYTES_PER_WEIGHT / max(1, hardware.num_gpus) <= hardware.memory * _STATE_FRACTION
-    if not fits_in_memory:
+    is_full_tuning = num_weights * _BYTES_PER_WEIGHT / max(1, hardware.num_gpus) <= hardware.memory * _STATE_FRACTION
+    if not is_full_tuning:
         lora_reason = f"{size_text} weights x {_BYTES_PER_WEIGHT} bytes do not fit {hardware.memory_text}: an adapter"
         yield "policy.lora.r", 16, lora_reason
         yield "policy.lora.lora_alpha", 32.0, "twice the rank"
-    lr_index = bisect((1e8, 1e9), num_weights) if fits_in_memory else 3  # index 3: learning rate of adapters
-    trained_weights_text = "all weights" if fits_in_memory else "an adapter"
+    lr_index = bisect((1e8, 1e9), num_weights) if is_full_tuning else 3  # index 3: learning rate of adapters
+    trained_weights_text = "all weights" if is_full_tuning else "an adapter"
     yield "train.optm_lr", method.learning_rates[lr_index], f"{trained_weights_text} of a model of {size_text} weights"
     if hardware.num_gpus > 1:
         yield "policy.parallelism.dp_shard_size", -1, f"all {hardware.num_gpus} GPUs"
 
 
-def _batch_settings(has_completions: bool, num_rows: int, max_rows: int, num_ranks: int) -> Iterator[ProposedSetting]:
+def _propose_batches(has_completions: bool, num_rows: int, max_rows: int, num_ranks: int) -> Iterator[ProposedSetting]:
     """Yield batch sizes, epochs and learning-rate schedule; `max_rows` rows of maximum length fit in memory."""
     if has_completions:
         # The number of completions of a step, 8 of each prompt, must be a multiple of the number of ranks.
@@ -286,7 +286,7 @@ def _batch_settings(has_completions: bool, num_rows: int, max_rows: int, num_ran
     yield "train.optm_decay_type", "cosine", "common for fine-tuning"
 
 
-def _image_settings(options: CliOptions, method: TrainingMethod, hardware: Hardware) -> Iterator[ProposedSetting]:
+def _propose_for_images(options: CliOptions, method: TrainingMethod, hardware: Hardware) -> Iterator[ProposedSetting]:
     """Yield the settings of a training of a diffusion model; its size is read from its configuration files."""
     if Path(options.model).is_dir() and not (Path(options.model) / "model_index.json").is_file():
         raise ModelError(f"--model {options.model}: no pipeline of diffusers; cosmos sft trains a language model")
@@ -298,8 +298,8 @@ def _image_settings(options: CliOptions, method: TrainingMethod, hardware: Hardw
         remedy = [*media_problems, "give a folder with 0001.png and its caption in 0001.txt, or rows with images"][0]
         raise DataError(f"--data {options.data}: no image or video with a caption; {remedy}")
     key = "local_dir" if Path(options.data).is_dir() else "name"
-    media_count = f"{num_media:,}{' or more' * (num_media == _MAX_SEEN_IMAGES)}"
-    yield f"train.train_policy.dataset.{key}", options.data, f"--data; {media_count} images and videos with a caption"
+    media_text = f"{num_media:,}{' or more' * (num_media == _MAX_SEEN_IMAGES)}"
+    yield f"train.train_policy.dataset.{key}", options.data, f"--data; {media_text} images and videos with a caption"
     skipped_fraction = len(media_problems) / (num_media + len(media_problems))
     if DatasetConfig().max_skipped_fraction < skipped_fraction <= _MAX_SKIPPED_FRACTION:
         skipped_reason = f"left out: {len(media_problems)}; {media_problems[0]}"
@@ -326,16 +326,16 @@ def _image_settings(options: CliOptions, method: TrainingMethod, hardware: Hardw
             yield "policy.diffusers.max_prompt_length", tokenizer_limit, "tokens that the tokenizer takes"
         elif max_prompt_length != DiffusersConfig().max_prompt_length:
             yield "policy.diffusers.max_prompt_length", max_prompt_length, "what the pipeline reads by default"
-    yield from _model_size_settings(method, num_weights, hardware)
+    yield from _propose_by_model_size(method, num_weights, hardware)
     batch_size = min(16, 2 ** max(0, int(log2(max(1, num_media // 8)))))
-    yield "train.train_batch_per_replica", batch_size, f"images of an optimizer step; there are {media_count}"
+    yield "train.train_batch_per_replica", batch_size, f"images of an optimizer step; there are {media_text}"
     yield "train.train_policy.mini_batch", min(batch_size, max_media_per_pass), "images or clips of one pass"
     num_epochs = max(3, min(100, _MAX_SEEN_IMAGES // num_media))
     yield "train.epoch", num_epochs, f"about {_MAX_SEEN_IMAGES:,} images seen in all, or three epochs"
     if num_media >= 10:
         num_held_out_rows = max(1, min(8, num_media // 20))
-        yield "train.train_policy.dataset.test_size", num_held_out_rows, f"held out of {media_count}, and drawn"
-        yield from _validation_settings("the loss of held-out images, and drawings of their captions")
+        yield "train.train_policy.dataset.test_size", num_held_out_rows, f"held out of {media_text}, and drawn"
+        yield from _propose_validation("the loss of held-out images, and drawings of their captions")
 
 
 def _read_max_prompt_tokens(model: Path) -> float:

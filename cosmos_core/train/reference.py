@@ -82,9 +82,11 @@ def load_earlier_reference(input_folders: Iterable[Path], rows: PreparedRows, sp
     )
 
 
-def _read_saved_logprobs(logprobs_file: Path, key_fields: dict[str, str], num_rows: int) -> np.ndarray:
+def _read_saved_logprobs(logprobs_file: Path, required_fields: dict[str, str], num_rows: int) -> np.ndarray:
     saved_json = read_json(logprobs_file)
-    if not isinstance(saved_json, dict) or any(saved_json.get(name) != value for name, value in key_fields.items()):
+    if not isinstance(saved_json, dict) or any(
+        saved_json.get(name) != value for name, value in required_fields.items()
+    ):
         return np.full((num_rows, 2), np.nan)
     return np.array([saved_json[name] for name in _LOGPROB_COLUMNS], dtype=np.float64).T
 

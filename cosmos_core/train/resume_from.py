@@ -13,8 +13,8 @@ from typing import Any
 
 from cosmos_core.checkpoint.rank_files import FIRST_RANK_JSON_FILE
 from cosmos_core.checkpoint.resume import (
-    MANIFEST,
-    OTHER_CONFIGURATION_REASON,
+    FINGERPRINT_MISMATCH_REASON,
+    MANIFEST_FILE,
     newest_complete_step_on_ranks,
     read_manifest,
     resume_obstacle_on_ranks,
@@ -60,10 +60,10 @@ def adopt_checkpoint(workspace: Workspace, stage_fingerprint: str) -> None:
     checkpoint_candidates = [(step, str(folder), stage_fingerprint) for step, folder in all_checkpoints]
     stage_fingerprint_inputs = _fingerprint_inputs_without_mesh(read_json_object(workspace.path / FINGERPRINT_FILE))
     for step, folder in all_checkpoints if stage_fingerprint_inputs else ():
-        other_fingerprint = read_json_object(folder.parent / FINGERPRINT_FILE)
-        if _fingerprint_inputs_without_mesh(other_fingerprint) == stage_fingerprint_inputs:
+        fingerprint_record = read_json_object(folder.parent / FINGERPRINT_FILE)
+        if _fingerprint_inputs_without_mesh(fingerprint_record) == stage_fingerprint_inputs:
             checkpoint_candidates.append(
-                (step, str(folder), other_fingerprint.get("of_training", other_fingerprint["value"]))
+                (step, str(folder), fingerprint_record.get("of_training", fingerprint_record["value"]))
             )
     for step, folder_name, fingerprint in broadcast_object(checkpoint_candidates):
         checkpoint = step_folder(folder := Path(folder_name), step)
@@ -73,7 +73,7 @@ def adopt_checkpoint(workspace: Workspace, stage_fingerprint: str) -> None:
             logger.info("going on from %s", checkpoint)
             return
         should_log_reason = folder.parent.name == workspace.path.name and checkpoint not in warned_folders
-        if should_log_reason and resume_problem != OTHER_CONFIGURATION_REASON:
+        if should_log_reason and resume_problem != FINGERPRINT_MISMATCH_REASON:
             logger.log(log_level, "checkpoint %s is passed over: %s", checkpoint, resume_problem)
             warned_folders.add(checkpoint)
     stage_name = workspace.path.name
@@ -112,20 +112,21 @@ def warn_of_other_step_size(folder: Path, train: TrainConfig, group_size: int) -
     """Log a warning if the checkpoint in `folder` (`.../step_N/policy`) is of a training whose train steps read another
     number of rows than the steps of this training. This training continues after the rows that N of its own steps would
     have read, so it repeats or skips rows. `group_size`: number of samples per row."""
-    hashed_inputs = read_json_object(folder.parents[2] / FINGERPRINT_FILE).get("ingredients", {})
-    earlier_settings, algorithm_config = flatten_nonempty_tables(hashed_inputs.get("config", {})), train.train_policy
-    batch_size = earlier_settings.get("train.train_batch_per_replica")
+    run_inputs = read_json_object(folder.parents[2] / FINGERPRINT_FILE).get("ingredients", {})
+    resumed_settings, algorithm_config = flatten_nonempty_tables(run_inputs.get("config", {})), train.train_policy
+    batch_size = resumed_settings.get("train.train_batch_per_replica")
     has_row_position = "drawn" in read_json_object(folder / FIRST_RANK_JSON_FILE).get("feed", {}).get("source", {})
-    if not batch_size or has_row_position or earlier_settings.get("train.train_policy.type") != algorithm_config.type:
+    if not batch_size or has_row_position or resumed_settings.get("train.train_policy.type") != algorithm_config.type:
         return
-    earlier_group_size = earlier_settings.get("rollout.n_generation", 1) if algorithm_config.has_rollouts else 1
-    earlier_rows_per_step, rows_each_step = -(-batch_size // earlier_group_size), rows_per_step(train, group_size)
-    if earlier_rows_per_step != rows_each_step and not algorithm_config.has_token_based_batches:
+    resumed_group_size = resumed_settings.get("rollout.n_generation", 1) if algorithm_config.has_rollouts else 1
+    resumed_rows_per_step, new_rows_per_step = -(-batch_size // resumed_group_size), rows_per_step(train, group_size)
+    if resumed_rows_per_step != new_rows_per_step and not algorithm_config.has_token_based_batches:
         step = parse_step(folder.parent.name)
         logger.warning(
             "train.resume = '%s': its %d steps took %d rows each, those of this training take %d, so that it goes on "
             "at row %d instead of %d; keep train.train_batch_per_replica%s",
-            folder, step, earlier_rows_per_step, rows_each_step, step * rows_each_step, step * earlier_rows_per_step,
+            folder, step, resumed_rows_per_step, new_rows_per_step,
+            step * new_rows_per_step, step * resumed_rows_per_step,
             " and rollout.n_generation" if algorithm_config.has_rollouts else "",
         )  # fmt: skip
 
@@ -161,8 +162,8 @@ def _link_step_folders(folder: Path, steps: list[int], stage_folder: Path, stage
             source_path, target_path = folder.parent / file_name, stage_folder / file_name
             if source_path.is_dir():  # copy a folder of images and videos
                 with replace_folder(target_path) as copied_folder:
-                    ignore = shutil.ignore_patterns(".*.tmp")  # skip unfinished files of the other run
-                    shutil.copytree(source_path, copied_folder, False, ignore, link_or_copy, dirs_exist_ok=True)
+                    ignore_tmp = shutil.ignore_patterns(".*.tmp")  # skip unfinished files of the other run
+                    shutil.copytree(source_path, copied_folder, False, ignore_tmp, link_or_copy, dirs_exist_ok=True)
             elif source_path.is_file():
                 shutil.copy2(source_path, target_path)
     for step in steps:
@@ -173,7 +174,7 @@ def _link_step_folders(folder: Path, steps: list[int], stage_folder: Path, stage
                 replace_folder(step_folder(stage_folder / "checkpoints", step)) as copied_folder,
             ):
                 shutil.copytree(source_folder, copied_folder, copy_function=link_or_copy, dirs_exist_ok=True)
-                manifest_file = copied_folder / "policy" / MANIFEST
+                manifest_file = copied_folder / "policy" / MANIFEST_FILE
                 manifest = read_manifest(manifest_file.parent)
                 manifest_file.unlink()  # remove the hard link before writing: the other run's file must not change
                 write_json(manifest_file, {**manifest, "fingerprint": stage_fingerprint})

@@ -131,8 +131,8 @@ class PromptOrder:
     def __call__(self, step: int) -> Sequence[Prompt]:
         """Return the prompts of train step `step`, counted from 0."""
         seed, shuffle = self._train_config.order_seed, self._train_config.train_policy.dataloader_shuffle
-        positions = batch_row_numbers(seed, step, self.prompts_per_step, mixture_or_num_rows(self._prompts), shuffle)
-        return [self._prompts[int(i)] for i in positions]
+        row_numbers = batch_row_numbers(seed, step, self.prompts_per_step, mixture_or_num_rows(self._prompts), shuffle)
+        return [self._prompts[int(i)] for i in row_numbers]
 
     def take_prompts(self, start_position: int, num_prompts: int, end_position: int | None = None) -> list[Prompt]:
         """Return `num_prompts` prompts from `start_position` on, counted over all epochs; fewer at `end_position`
@@ -172,7 +172,7 @@ def make_sync_source(
     return FilteredGroupSource(sync_source, prompt_order.take_prompts, prompt_order.prompts_per_step, group_filter)
 
 
-def training_sampling(recipe: Recipe) -> Sampling:
+def make_training_sampling(recipe: Recipe) -> Sampling:
     """Return the settings with which the engine samples completions for training."""
     sampling_config, algorithm_config = recipe.rollout.sampling_config, recipe.train.train_policy
     order_seed = recipe.rollout.seed if recipe.rollout.seed is not None else recipe.train.seed

@@ -50,7 +50,7 @@ from cosmos_core.train.rollout_feed import (
     RolloutFeed,
     make_group_filter,
     make_sync_source,
-    training_sampling,
+    make_training_sampling,
 )
 from cosmos_core.train.spread_feed import SplitGroupFeed
 from cosmos_core.train.stop import check_stop
@@ -141,7 +141,7 @@ class _TrainingSetup:
     def __init__(self, stage: Stage, exit_stack: ExitStack) -> None:
         self._stage, self._recipe, self._exit_stack = stage, stage.recipe, exit_stack
         self._train_config, self._train_policy = stage.recipe.train, stage.recipe.train.train_policy
-        self._sampling = training_sampling(stage.recipe) if self._train_policy.has_rollouts else None
+        self._sampling = make_training_sampling(stage.recipe) if self._train_policy.has_rollouts else None
         self.algorithm = make_algorithm(stage.recipe, self._sampling)
         self.trainer = open_trainer(stage)
         self.algorithm.has_separate_gradients = self.trainer.has_separate_gradients
@@ -247,9 +247,9 @@ class _TrainingSetup:
         if prompts is not None:
             completion_settings, rollout_setup = measure.make_completion_settings(recipe), self._rollout_setup
             score = rollout_setup.make_scorer(completion_settings.rewards, completion_settings.sampling.max_tokens)
-            completions = measure.CompletionValidation(prompts, rollout_setup.engine, score, completion_settings, stage)
+            validation = measure.CompletionValidation(prompts, rollout_setup.engine, score, completion_settings, stage)
             has_rollouts = self._train_policy.has_rollouts
-            compute_metrics = _completion_metrics_fn(completions, rollout_setup, has_rollouts=has_rollouts)
+            compute_metrics = _make_validate_fn(validation, rollout_setup, has_rollouts=has_rollouts)
         if rows is None:
             return compute_metrics
         if rows.has_sample_pairs:
@@ -287,7 +287,7 @@ class _TrainingSetup:
         return checkpointer
 
 
-def _completion_metrics_fn(
+def _make_validate_fn(
     completion_validation: measure.CompletionValidation, rollout_setup: RolloutSetup, *, has_rollouts: bool
 ) -> MetricsFn:
     if has_rollouts:

@@ -59,7 +59,7 @@ class Trainer:
     @property
     def has_separate_gradients(self) -> bool:
         """Return whether the gradient of a sample depends on no other sample of the update and on no random number."""
-        return not self.adapter.has_model_loss and not self.has_dropout
+        return not self.adapter.has_auxiliary_loss and not self.has_dropout
 
     @property
     def samples_per_pass(self) -> int:
@@ -127,7 +127,7 @@ class Trainer:
         `mini_batch`."""
         adapter = self._extra_models.get(weights, self.adapter)
         weight_set = "policy" if weights in self._extra_models else weights
-        outputs = self._compute_local_outputs(adapter, samples, request, weight_set, size=size)
+        outputs = self._compute_local_outputs(adapter, samples, request, weight_set, num_rows_per_pass=size)
         if adapter.mesh:
             cpu_outputs = {i: {name: row.cpu() for name, row in rows.items()} for i, rows in outputs.items()}
             outputs_by_rank = adapter.mesh.all_gather_object(cpu_outputs)
@@ -158,15 +158,15 @@ class Trainer:
         outputs need no forward pass; none if the model has dropout, with which outputs differ."""
         if not weight_set_names or self.has_dropout:
             return []
-        equal_names_by_rank = all_gather_object(list(filter(self.weight_sets.equals_policy, weight_set_names)))
-        return [name for name in weight_set_names if all(name in rank_names for rank_names in equal_names_by_rank)]
+        equal_set_names_by_rank = all_gather_object(list(filter(self.weight_sets.equals_policy, weight_set_names)))
+        return [name for name in weight_set_names if all(name in rank_names for rank_names in equal_set_names_by_rank)]
 
     def _compute_local_outputs(
         self, adapter: ModelAdapter, samples: Sequence[Any], request: OutputSpec, weight_set: str,
-        size: int | None = None,
+        num_rows_per_pass: int | None = None,
     ) -> dict[int, dict[str, Tensor]]:  # fmt: skip
         """Return the outputs that `request` selects of this rank's samples, by the positions of the samples, under the
-        copy of the weights named `weight_set`, without dropout. `size`: as for `evaluate`."""
+        copy of the weights named `weight_set`, without dropout. `num_rows_per_pass`: as for `evaluate`."""
         outputs: dict[int, dict[str, Tensor]] = {}
 
         def store_outputs(micro_batch: MicroBatch) -> None:
@@ -174,7 +174,7 @@ class Trainer:
 
         adapter.runner.train(False)
         with self.use_weights(weight_set):
-            self._run_micro_batches(adapter, samples, store_outputs, request, num_rows_per_pass=size)
+            self._run_micro_batches(adapter, samples, store_outputs, request, num_rows_per_pass=num_rows_per_pass)
         return outputs
 
     @torch.no_grad()
@@ -192,29 +192,29 @@ class Trainer:
         """Accumulate the gradient of an update, and return the loss of each micro-batch of this rank. A loss that the
         model computes, such as a router loss, is divided by `num_tokens`, the tokens of the whole optimizer step."""
         losses: list[Loss] = []
-        names_equal_to_policy = self._find_sets_equal_to_policy(update.extra_weights)
-        differing_weight_sets = [name for name in update.extra_weights if name not in names_equal_to_policy]
+        weight_sets_equal_to_policy = self._find_sets_equal_to_policy(update.extra_weights)
+        differing_weight_sets = [name for name in update.extra_weights if name not in weight_sets_equal_to_policy]
         reference_outputs = self._compute_reference_outputs(update, differing_weight_sets)
 
         def compute_loss(micro_batch: MicroBatch) -> Tensor:
             if update.extra_weights:
                 reference_rows = [
                     reference_outputs.get(i, {})
-                    | {f"{name}/{key}": v.detach() for name in names_equal_to_policy for key, v in row.items()}
+                    | {f"{name}/{key}": v.detach() for name in weight_sets_equal_to_policy for key, v in row.items()}
                     for i, row in zip(micro_batch.indices, self.adapter.split_outputs(micro_batch), strict=True)
                 ]
                 padded_rows = {n: pad_sequence([row[n] for row in reference_rows], True) for n in reference_rows[0]}
                 micro_batch = replace(micro_batch, outputs=micro_batch.outputs | padded_rows)
             loss = self._call_loss(update, micro_batch)
-            metrics, scaled_model_loss = loss.metrics, torch.zeros_like(loss.value)
-            if micro_batch.model_loss is not None:
-                scaled_model_loss = micro_batch.model_loss / num_tokens
+            metrics, scaled_auxiliary_loss = loss.metrics, torch.zeros_like(loss.value)
+            if micro_batch.auxiliary_loss is not None:
+                scaled_auxiliary_loss = micro_batch.auxiliary_loss / num_tokens
                 num_batch_tokens = sum(map(self.adapter.num_tokens, micro_batch.samples))
-                loss_and_num_tokens = torch.tensor([micro_batch.model_loss.item(), num_batch_tokens])
+                loss_and_num_tokens = torch.tensor([micro_batch.auxiliary_loss.item(), num_batch_tokens])
                 metrics = metrics | {"model_loss": loss_and_num_tokens.double()}
             # Detach the loss, because the autograd graph must not outlive its backward pass.
             losses.append(replace(loss, value=loss.value.detach(), metrics=metrics))
-            return loss.value + scaled_model_loss
+            return loss.value + scaled_auxiliary_loss
 
         loss_fn = (lambda batch: self._call_loss(update, batch).value) if update.has_constant_gradient else None
         self._run_micro_batches(self.adapter, update.samples, compute_loss, update.request, loss_fn=loss_fn)
@@ -245,17 +245,17 @@ class Trainer:
             outputs = adapter.gather_outputs(batch, outputs)
             if batch.samples:
                 return process_outputs(adapter.make_micro_batch(batch, outputs))
-            initial_zero = next(iter(outputs.values())).new_zeros(())
-            return sum((output.sum().mul(0.0) for output in outputs.values() if output.requires_grad), initial_zero)
+            zero_loss = next(iter(outputs.values())).new_zeros(())
+            return sum((output.sum().mul(0.0) for output in outputs.values() if output.requires_grad), zero_loss)
 
-        def collate(indices: Sequence[int], padding_position: int) -> Any:
+        def collate(indices: Sequence[int], padding_sample_position: int) -> Any:
             self._progress_writer.beat()
             num_tokens = sum(adapter.num_tokens(samples[i]) for i in indices)
             self.max_batch_tokens = max(self.max_batch_tokens, num_tokens)
-            batch = adapter.collate([samples[i] for i in indices], indices, samples[padding_position])
+            batch = adapter.collate([samples[i] for i in indices], indices, samples[padding_sample_position])
             return adapter.attach_loss_derivative(batch, loss_fn) if loss_fn and batch.samples else batch
 
-        request = adapter.default_outputs if request is None else request
+        request = adapter.default_output_request if request is None else request
         rows_per_pass = num_rows_per_pass or self.speed_settings.rows_per_pass
         max_rows = adapter.runner.rows_per_micro_batch(rows_per_pass)
         batch_plans = self._plan_micro_batches(adapter, samples, max_rows, is_default_size=num_rows_per_pass is None)
@@ -287,13 +287,13 @@ class Trainer:
         batch_plans: list[tuple[Sequence[int], int]] = []
         for batching_key in sorted(grouped_batches):
             compatible_batches, positions = grouped_batches[batching_key], list(chain(*grouped_batches[batching_key]))
-            padding_position = _find_shortest_sample(adapter, samples, positions)
+            padding_sample_position = _find_shortest_sample(adapter, samples, positions)
             arranged_batches = (
                 adapter.arrange_micro_batches(samples, positions, max_rows, num_ranks) if can_rearrange else None
             )
             chunk_size = 1 if has_batch_ids or arranged_batches else max_rows
             local_chunks = _select_local_chunks(adapter, arranged_batches or compatible_batches, chunk_size)
-            batch_plans += [(list(chain(*chunk)), padding_position) for chunk in local_chunks]
+            batch_plans += [(list(chain(*chunk)), padding_sample_position) for chunk in local_chunks]
         return batch_plans
 
     def _reduce_losses(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:
@@ -313,14 +313,14 @@ class Trainer:
         return sum(loss.value.item() for loss in losses), metric_totals, values_by_metric
 
 
-def _select_local_chunks(adapter: ModelAdapter, batches: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    """Return the elements of `batches` that this data-parallel rank computes, in chunks of at most `size` elements.
+def _select_local_chunks(adapter: ModelAdapter, batches: Sequence[Any], chunk_size: int) -> list[Sequence[Any]]:
+    """Return the elements of `batches` that this data-parallel rank computes, in chunks of at most `chunk_size`.
     Each rank gets equally many chunks; the last chunk can be empty."""
     num_batches = len(batches)
     if adapter.mesh:
         num_batches = -(-len(batches) // adapter.mesh.dp.size())
         batches = adapter.mesh.select_local_items(batches)
-    return [batches[start : start + size] for start in range(0, num_batches, size)]
+    return [batches[start : start + chunk_size] for start in range(0, num_batches, chunk_size)]
 
 
 @contextmanager

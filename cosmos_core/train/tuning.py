@@ -50,9 +50,9 @@ _MAX_SLOWDOWN = 1.15
 row, the search tries no larger or no smaller numbers of rows."""
 _NUM_FINALISTS, _NUM_FINALIST_ROUNDS = 4, 4
 """Number of the fastest settings that are measured again at the end, and number of new measurements of each."""
-_MIN_TOTAL_SECONDS, _MAX_REPEATS = 0.5, 5
-"""Settings are measured again until their measurements take `_MIN_TOTAL_SECONDS` together, but at most `_MAX_REPEATS`
-times."""
+_MIN_TOTAL_MEASURED_SECONDS, _MAX_MEASUREMENT_REPEATS = 0.5, 5
+"""Settings are measured again until their measurements take `_MIN_TOTAL_MEASURED_SECONDS` together, but at most
+`_MAX_MEASUREMENT_REPEATS` times."""
 _MAX_POSTPONED_STEPS = 3
 """Number of train steps with too few samples to measure, after which the default settings are chosen."""
 _MIN_PEAK_BYTES = 1 << 20
@@ -78,7 +78,7 @@ class SettingsSearch:
         returns the seconds of settings, infinity if they need too much memory. `is_affordable` returns whether there is
         enough time and memory to measure settings, from the seconds that they will probably take."""
         self._row_counts, self._thread_counts = row_counts, thread_counts
-        self._start_settings = SpeedSettings(row_counts[0], thread_counts[-1])
+        self._initial_settings = SpeedSettings(row_counts[0], thread_counts[-1])
         self._measure, self._is_affordable = measure, is_affordable
         self.seconds: dict[SpeedSettings, float] = {}
         """Shortest measured duration in seconds of each of the `SpeedSettings` that were measured."""
@@ -87,8 +87,8 @@ class SettingsSearch:
         """Return the fastest settings. First measure each number of rows per pass with the most threads, from the
         smallest, which needs the least memory. Then measure each smaller number of threads with the fastest number of
         rows so far and, if this is not slow, with larger and smaller numbers. Finally measure the fastest again."""
-        self._measure_if_affordable(self._start_settings)
-        self._measure_nearby_row_counts(self._start_settings)
+        self._measure_if_affordable(self._initial_settings)
+        self._measure_nearby_row_counts(self._initial_settings)
         for num_threads in reversed(self._thread_counts[:-1]):
             settings = self._fastest_settings._replace(num_threads=num_threads)
             if self._measure_if_affordable(settings) and not self._is_slow(settings):
@@ -99,29 +99,31 @@ class SettingsSearch:
                 self._measure_if_affordable(settings)
         max_final_seconds = _MIN_SPEEDUP * self.seconds.get(self._fastest_settings, math.inf)
         candidates = [settings for settings, seconds in self.seconds.items() if seconds <= max_final_seconds]
-        return min(candidates, key=lambda each: (each.rows_per_pass, self.seconds[each]), default=self._start_settings)
+        return min(
+            candidates, key=lambda each: (each.rows_per_pass, self.seconds[each]), default=self._initial_settings
+        )
 
     @property
     def _fastest_settings(self) -> SpeedSettings:
-        return min(self.seconds, key=lambda settings: self.seconds[settings], default=self._start_settings)
+        return min(self.seconds, key=lambda settings: self.seconds[settings], default=self._initial_settings)
 
     def _is_slow(self, settings: SpeedSettings) -> bool:
         seconds = self.seconds[settings]
         return math.isinf(seconds) or seconds > _MAX_SLOWDOWN * self.seconds[self._fastest_settings]
 
-    def _measure_nearby_row_counts(self, start_settings: SpeedSettings) -> None:
-        """Measure settings with more rows per pass than `start_settings` in ascending order, then with fewer in
+    def _measure_nearby_row_counts(self, initial_settings: SpeedSettings) -> None:
+        """Measure settings with more rows per pass than `initial_settings` in ascending order, then with fewer in
         descending order. Either order ends after two slow settings in a row, at settings for which `is_affordable`
         returns False, or when the memory does not suffice."""
-        larger_counts = [size for size in self._row_counts if size > start_settings.rows_per_pass]
-        smaller_counts = [size for size in reversed(self._row_counts) if size < start_settings.rows_per_pass]
-        for sizes in (larger_counts, smaller_counts):
-            num_consecutive_slow = 0
+        larger_row_counts = [size for size in self._row_counts if size > initial_settings.rows_per_pass]
+        smaller_row_counts = [size for size in reversed(self._row_counts) if size < initial_settings.rows_per_pass]
+        for sizes in (larger_row_counts, smaller_row_counts):
+            num_consecutive_slow_settings = 0
             for size in sizes:
-                settings = start_settings._replace(rows_per_pass=size)
-                if num_consecutive_slow == 2 or not self._measure_if_affordable(settings):
+                settings = initial_settings._replace(rows_per_pass=size)
+                if num_consecutive_slow_settings == 2 or not self._measure_if_affordable(settings):
                     break
-                num_consecutive_slow = num_consecutive_slow + 1 if self._is_slow(settings) else 0
+                num_consecutive_slow_settings = num_consecutive_slow_settings + 1 if self._is_slow(settings) else 0
                 if math.isinf(self.seconds[settings]):
                     break
 
@@ -132,7 +134,11 @@ class SettingsSearch:
         if not self._is_affordable(settings, expected_seconds):
             return False
         times = [self._measure(settings)]
-        while len(times) < _MAX_REPEATS and sum(times) < _MIN_TOTAL_SECONDS and self._is_affordable(settings, times[0]):
+        while (
+            len(times) < _MAX_MEASUREMENT_REPEATS
+            and sum(times) < _MIN_TOTAL_MEASURED_SECONDS
+            and self._is_affordable(settings, times[0])
+        ):
             times.append(self._measure(settings))
         self.seconds[settings] = min([*times, self.seconds.get(settings, math.inf)])
         return True
@@ -146,17 +152,17 @@ class SpeedTuning:
         self, trainer: Trainer, feed: SampleFeed, algorithm: Algorithm, train: TrainConfig, workspace: Workspace
     ) -> None:
         self._trainer, self._feed, self._algorithm, self._workspace = trainer, feed, algorithm, workspace
-        default_settings, mesh, algorithm_config = trainer.speed_settings, trainer.adapter.mesh, train.train_policy
+        initial_settings, mesh, algorithm_config = trainer.speed_settings, trainer.adapter.mesh, train.train_policy
         self._num_dp_ranks = mesh.dp.size() if mesh else 1
         self._samples_per_row, self._rows_per_update = algorithm_config.num_sequences_per_row, rows_per_update(train)
-        self._row_counts, self._thread_counts = ([value] for value in default_settings)
+        self._row_counts, self._thread_counts = ([value] for value in initial_settings)
         if algorithm_config.mini_batch == "auto" and not algorithm_config.has_token_based_batches:
             self._row_counts = micro_batch_sizes(train, self._num_dp_ranks)
         self._num_local_ranks = all_gather_object(platform.node()).count(platform.node())
         if train.num_threads == "auto" and trainer.adapter.device.type == "cpu":
             num_cores = max(1, count_usable_cores() // self._num_local_ranks)
-            self._thread_counts = thread_counts(min(all_gather_object(min(num_cores, default_settings.num_threads))))
-        self.max_memory_fraction, self.max_seconds = MAX_MEMORY_FRACTION, MAX_TUNING_SECONDS
+            self._thread_counts = thread_counts(min(all_gather_object(min(num_cores, initial_settings.num_threads))))
+        self.max_memory_fraction, self.max_tuning_seconds = MAX_MEMORY_FRACTION, MAX_TUNING_SECONDS
         self.chosen: SpeedSettings | None = None
         """Chosen `SpeedSettings`; None: not chosen yet."""
         self._num_postponed_steps = 0
@@ -178,14 +184,14 @@ class SpeedTuning:
             return samples, {}
         previous_settings = self._trainer.speed_settings
         measurement = _Measurement(self, samples)
-        measured_sizes = measurement.select_samples()
-        if measured_sizes is None:
+        measured_counts = measurement.select_samples()
+        if measured_counts is None:
             self._num_postponed_steps += 1
             self._apply_settings(previous_settings)
             if self._num_postponed_steps == _MAX_POSTPONED_STEPS:
                 self._set_chosen(previous_settings)
             return measurement.read_samples(), {"time/tuning": measurement.seconds}
-        search = SettingsSearch(measured_sizes, self._thread_counts, measurement.measure, measurement.is_affordable)
+        search = SettingsSearch(measured_counts, self._thread_counts, measurement.measure, measurement.is_affordable)
         chosen_settings = search.run()
         if measurement.is_stopped:
             self._apply_settings(previous_settings)
@@ -252,15 +258,15 @@ class _Measurement:
         """Select so many samples that computing their gradient takes a few seconds. Return the numbers of rows per pass
         to measure with these samples; None if the algorithm leaves out most of the samples."""
         speed_tuning, sample_divisor = self._tuning, self._tuning._samples_per_row * self._tuning._num_dp_ranks
-        start_settings = SpeedSettings(speed_tuning._row_counts[0], speed_tuning._thread_counts[-1])
+        initial_settings = SpeedSettings(speed_tuning._row_counts[0], speed_tuning._thread_counts[-1])
         min_rows_per_rank = max(2, speed_tuning._row_counts[0])
         self.num_samples = min(len(self._all_samples), min_rows_per_rank * sample_divisor)
-        self.measure(start_settings)  # discard a first, slow gradient, which allocates memory
-        seconds_per_sample = self.measure(start_settings) / self.num_samples
+        self.measure(initial_settings)  # discard a first, slow gradient, which allocates memory
+        seconds_per_sample = self.measure(initial_settings) / self.num_samples
         max_samples = int(_MEASUREMENT_SECONDS / seconds_per_sample) if seconds_per_sample else len(self._all_samples)
         num_samples = max(min_rows_per_rank, max_samples // sample_divisor) * sample_divisor
         self.num_samples = min(len(self._all_samples), num_samples)
-        self.measure(start_settings)
+        self.measure(initial_settings)
         num_rows_per_update = min(self.num_samples // speed_tuning._samples_per_row, speed_tuning._rows_per_update)
         if 2 * self._num_update_samples < num_rows_per_update * speed_tuning._samples_per_row:
             return None
@@ -279,9 +285,11 @@ class _Measurement:
         bytes_scaled_by_rows = self._max_measured_bytes * rows_per_pass / max(1, self._max_measured_rows)
         expected_bytes = max(rows_per_pass * self._max_row_tokens * self._bytes_per_token, bytes_scaled_by_rows)
         has_measured_memory = settings.rows_per_pass <= self._max_measured_rows
-        has_time = self.seconds + expected_seconds <= self._tuning.max_seconds
+        is_time_left = self.seconds + expected_seconds <= self._tuning.max_tuning_seconds
         return (
-            has_time and not self.is_stopped and (has_measured_memory or expected_bytes <= self._max_activation_bytes)
+            is_time_left
+            and not self.is_stopped
+            and (has_measured_memory or expected_bytes <= self._max_activation_bytes)
         )
 
     def measure(self, settings: SpeedSettings) -> float:
@@ -310,8 +318,8 @@ class _Measurement:
         compile_seconds = self._progress.compile_seconds - self._start_compile_seconds
         total_seconds = time.monotonic() - self._start_time - compile_seconds
         local_measurements = (seconds, activation_bytes, self._trainer.max_batch_tokens, total_seconds)
-        rank_values = all_gather_object((*local_measurements, self._tuning._workspace.stop_requested))
-        seconds, activation_bytes, num_tokens, self.seconds, self.is_stopped = map(max, zip(*rank_values, strict=True))
+        rank_results = all_gather_object((*local_measurements, self._tuning._workspace.stop_requested))
+        seconds, activation_bytes, num_tokens, self.seconds, self.is_stopped = map(max, zip(*rank_results, strict=True))
         if settings.rows_per_pass >= self._max_measured_rows and math.isfinite(seconds):
             # More rows give a better estimate, because memory that does not depend on the rows counts less.
             # With pipeline parallelism, all rows of a pass are in memory, not only those of one micro-batch.
@@ -363,10 +371,10 @@ class PeakMemory:
             return torch.cuda.mem_get_info(self._device)[0] + cached_bytes
         free_bytes, cgroup_path = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
         with suppress(OSError, ValueError, KeyError):  # ignore the value `max`, which means that there is no limit
-            limit_bytes, usage_bytes = (int((cgroup_path / f"memory.{n}").read_text()) for n in ("max", "current"))
+            cgroup_limit, cgroup_usage = (int((cgroup_path / f"memory.{n}").read_text()) for n in ("max", "current"))
             memory_statistics = dict(line.split() for line in (cgroup_path / "memory.stat").read_text().splitlines())
             page_cache_bytes = int(memory_statistics["inactive_file"])  # the kernel frees the page cache on demand
-            free_bytes = min(free_bytes, limit_bytes - usage_bytes + page_cache_bytes)
+            free_bytes = min(free_bytes, cgroup_limit - cgroup_usage + page_cache_bytes)
         return free_bytes // self._num_local_ranks
 
 
@@ -380,8 +388,8 @@ def micro_batch_sizes(train: TrainConfig, num_dp_ranks: int) -> list[int]:
     """Return the possible values of `mini_batch` in ascending order, up to the number of rows that one of
     `num_dp_ranks` data-parallel ranks has in an optimizer step."""
     rows_per_step, max_rows = train.train_batch_per_replica, rows_per_update(train)
-    num_divisible_rows = max(1, rows_per_step // num_dp_ranks) if train.train_policy.has_rollouts else rows_per_step
-    common_divisor = math.gcd(num_divisible_rows, max_rows)
+    num_rows_to_divide = max(1, rows_per_step // num_dp_ranks) if train.train_policy.has_rollouts else rows_per_step
+    common_divisor = math.gcd(num_rows_to_divide, max_rows)
     return [size for size in range(1, -(-max_rows // num_dp_ranks) + 1) if common_divisor % size == 0]
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from cosmos_core.checkpoint.state import POLICY_COPY_NAMES
+from cosmos_core.checkpoint.state import POLICY_COPY_WEIGHT_SETS
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.parallel.fsdp import local_shard
 
@@ -33,15 +33,15 @@ class WeightSets:
         self.tensors: dict[str, dict[str, Tensor]] = {}
         """Tensors by the name of the copy of the weights, such as `ema`, and the name of the parameter."""
 
-    def add(self, set_name: str) -> None:
-        """Add a copy of the policy's weights under the name `set_name`, in float32 if the training changes the copy."""
-        stored_dtype = torch.float32 if set_name in POLICY_COPY_NAMES else None
-        self.tensors[set_name] = {n: w.to(stored_dtype or w.dtype, copy=True) for n, w in self.policy_weights.items()}
+    def add(self, name: str) -> None:
+        """Add a copy of the policy's weights under the name `name`, in float32 if the training changes the copy."""
+        stored_dtype = torch.float32 if name in POLICY_COPY_WEIGHT_SETS else None
+        self.tensors[name] = {n: w.to(stored_dtype or w.dtype, copy=True) for n, w in self.policy_weights.items()}
 
-    def copy_from_policy(self, set_name: str) -> None:
-        """Overwrite the copy of the weights named `set_name` with the policy's current weights."""
+    def copy_from_policy(self, name: str) -> None:
+        """Overwrite the copy of the weights named `name` with the policy's current weights."""
         for parameter_name, weight in self.policy_weights.items():
-            self.tensors[set_name][parameter_name].copy_(weight)
+            self.tensors[name][parameter_name].copy_(weight)
 
     def equals_policy(self, name: str) -> bool:
         """Return whether the copy of the weights named `name` equals the policy's weights bit by bit; for sharded
@@ -87,10 +87,10 @@ class WeightSets:
                 else:
                     _swap_tensors(weight, self.tensors[name][parameter_name])
 
-    def copy_to_policy(self, set_name: str) -> None:
-        """Overwrite the policy's weights with the copy named `set_name`."""
+    def copy_to_policy(self, name: str) -> None:
+        """Overwrite the policy's weights with the copy named `name`."""
         for parameter_name, weight in self.policy_weights.items():
-            weight.copy_(self.tensors[set_name][parameter_name])
+            weight.copy_(self.tensors[name][parameter_name])
 
 
 class MovingAverage:

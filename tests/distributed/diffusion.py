@@ -104,7 +104,7 @@ def computed(folder: Path, case: str, scratch: Path, **mesh: int) -> dict[str, A
     [update] = DiffusionSft(DiffusionSftConfig(type="sft")).updates(rows, NoView())
     metrics = trainer.update(update)
     gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-    whole = adapter.whole_model()
+    whole = adapter.gather_whole_model()
     return {
         "loss": metrics["loss"],
         "grad_norm": metrics["grad_norm"],

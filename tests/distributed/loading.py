@@ -97,7 +97,7 @@ def differences(
         of_all: list[Any] = [None] * dist.get_world_size()
         both = [torch.cat(logprobs(rank, samples(0), 1.0)) for rank in (ours, theirs)]
         wrong += [] if torch.equal(*both) and both[0].isfinite().all() else ["log-probabilities"]
-        whole = ours.adapter.whole_model()
+        whole = ours.adapter.gather_whole_model()
         wrong += [] if whole is None or has_weights_of(whole, folder, dtype) else ["the whole model"]
         dist.all_gather_object(of_all, wrong)
         found.append(sorted({name for each in of_all for name in each}))

@@ -175,7 +175,7 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     gradients: dict[str, Tensor] = {
         name: p.grad for name, p in rank.adapter.model.named_parameters() if p.grad is not None
     }
-    whole = rank.adapter.whole_model()
+    whole = rank.adapter.gather_whole_model()
     weights = {} if whole is None else {name: p.detach().clone() for name, p in whole.named_parameters()}
     return {
         "figures": figures,

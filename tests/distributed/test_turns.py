@@ -104,7 +104,7 @@ def test_a_rank_that_waits_hears_the_first_heartbeat_of_another(monkeypatch: pyt
         if len(polls) == 1:
             mesh.send_heartbeat(lambda: None)
         elif len(polls) == 3:
-            store.add(mesh._ARRIVALS_KEY, 1)
+            store.add(mesh._NUM_ARRIVALS_KEY, 1)
 
     monkeypatch.setattr(mesh, "_get_default_store", lambda: store)
     monkeypatch.setattr(mesh, "is_single_rank", lambda: False)

@@ -16,7 +16,7 @@ from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.scorer import LOGPROBS_ONLY, RequestedOutputs
-from cosmos_core.train.rollout_feed import training_sampling
+from cosmos_core.train.rollout_feed import make_training_sampling
 from cosmos_core.train.setup import open_trainer
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment
@@ -62,7 +62,7 @@ class Told:
 
 
 def algorithm_of(recipe: Recipe) -> Grpo:
-    made = make_algorithm(recipe, training_sampling(recipe))
+    made = make_algorithm(recipe, make_training_sampling(recipe))
     assert isinstance(made, Grpo)
     return made
 

@@ -20,7 +20,7 @@ from cosmos_core.rollout.base import EngineSettings
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.train import setup
 from cosmos_core.train.generation import RolloutSetup
-from cosmos_core.train.rollout_feed import training_sampling
+from cosmos_core.train.rollout_feed import make_training_sampling
 from tests.effects.change import GRPO, Change, changes, difference, recipe
 from tests.unit.test_rollout_groups import Recording, scored
 from tests.unit.tiny_model import save_tiny_model
@@ -61,7 +61,7 @@ def test_it_changes_what_an_alarm_does(change: Change) -> None:
     def watch(recipe: Recipe) -> dict[str, float]:
         should_stop = recipe.rollout.stop_on_alarm
         trainer: Any = SimpleNamespace(has_dropout=False)
-        sampling = training_sampling(recipe)
+        sampling = make_training_sampling(recipe)
         return setup._make_drift_check(recipe.train, sampling, trainer, should_stop=should_stop)(1, metrics)
 
     assert watch(change.before) == {"watch/alarm": 1.0}

@@ -21,7 +21,7 @@ from cosmos_core.rollout.base import EngineDenoiser, EngineSettings, generate
 from cosmos_core.rollout.flow_sampler import FlowSamplerEngine
 from cosmos_core.train.diffusion_setup import make_data_term
 from cosmos_core.train.measure import make_completion_settings
-from cosmos_core.train.rollout_feed import training_sampling
+from cosmos_core.train.rollout_feed import make_training_sampling
 from cosmos_core.types import Group, Prompt, Sampling, Score, ScoredGroup
 from tests.effects.change import Change, changes
 from tests.unit.test_flow_sampler import Denoiser, Films
@@ -94,8 +94,8 @@ def drawn(recipe: Recipe, sampling: Sampling) -> list[Any]:
     Change(f"{FLOW_RL}.min_conditional_frames", 1, {**GRPO, f"{FLOW_RL}.max_conditional_frames": 1}),
 )
 def test_it_changes_how_rollouts_are_drawn(change: Change) -> None:
-    assert drawn(change.before, training_sampling(change.before)) != drawn(
-        change.after, training_sampling(change.after)
+    assert drawn(change.before, make_training_sampling(change.before)) != drawn(
+        change.after, make_training_sampling(change.after)
     )
 
 
@@ -129,7 +129,7 @@ def scored(group: Group, scale: float) -> ScoredGroup:
 
 def learned(recipe: Recipe) -> list[Any]:
     """Loss, metrics and what the old policy does over four train steps with an outcome that is made up."""
-    sampling = training_sampling(recipe)
+    sampling = make_training_sampling(recipe)
     algorithm = make_algorithm(recipe, sampling)
     assert isinstance(algorithm, FlowRl)
     view, found = Follows(), []
@@ -213,4 +213,4 @@ def test_it_changes_what_is_learned_of_real_data(change: Change, expected: float
 
 
 def _make_data_term(rows: Any, recipe: Recipe, trainer: Any) -> Callable[[int, Sequence[int], int], Update]:
-    return make_data_term(rows, recipe.policy.diffusers, recipe.train, training_sampling(recipe), trainer)
+    return make_data_term(rows, recipe.policy.diffusers, recipe.train, make_training_sampling(recipe), trainer)

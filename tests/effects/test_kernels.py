@@ -28,7 +28,7 @@ def test_it_changes_the_linear_layers(
     change: Change, expected: list[Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torchao", reason="needs the package torchao")
-    monkeypatch.setattr(open_causal_lm, "enable_fp8_if_supported", partial(convert_to_fp8, emulate=True))
+    monkeypatch.setattr(open_causal_lm, "enable_fp8_if_supported", partial(convert_to_fp8, should_emulate=True))
     found: list[Any] = []
     for side in (change.before, change.after):
         trained = setup.open_trainer(stage_of(tmp_path / "stage", side, model=model)).adapter.model

@@ -13,7 +13,7 @@ from cosmos_core.algorithms.base import Update
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.sample import Sample
-from cosmos_core.train.rollout_feed import training_sampling
+from cosmos_core.train.rollout_feed import make_training_sampling
 from cosmos_core.types import Sampling
 from tests.effects.change import GRPO, Change, changes, recipe
 from tests.unit.trainers import Given, grpo, micro_batch
@@ -173,7 +173,7 @@ def test_tokens_that_are_drawn_at_another_temperature_are_weighted_as_those_of_a
         ),
     ):
         drawn = recipe({**TWICE, "rollout.n_generation": 2, **settings})  # in whole groups
-        assert loss(drawn, training_sampling(drawn)) == expected
+        assert loss(drawn, make_training_sampling(drawn)) == expected
 
 
 def test_a_form_of_aipo_that_compares_with_the_old_policy_weights_tokens_of_another_distribution() -> None:

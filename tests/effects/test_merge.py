@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cosmos_core.checkpoint.merge import combine_tensors, merge_coefficients
+from cosmos_core.checkpoint.merge import combine_tensors, get_merge_weights
 from cosmos_core.config.schema.recipe import Recipe
 from tests.effects.change import SFT, Change, changes
 
@@ -17,7 +17,7 @@ MODELS = [{"w": torch.tensor([4.0, 1.0])}, {"w": torch.tensor([2.0, 3.0])}]
 def merged(recipe: Recipe) -> Any:
     config = recipe.merge
     base = None if config.method == "linear" else {"w": torch.zeros(2)}
-    return combine_tensors(config, merge_coefficients(config, 2), MODELS, base, "w", 0).tolist()
+    return combine_tensors(config, get_merge_weights(config, 2), MODELS, base, "w", 0).tolist()
 
 
 @changes(

@@ -20,7 +20,7 @@ from cosmos_core.rollout.transfer import DeltaWeightTransfer, NativeWeightTransf
 from cosmos_core.run.workspace import Workspace
 from cosmos_core.train import generation
 from cosmos_core.train.loop import TrainLoop
-from cosmos_core.train.rollout_feed import training_sampling
+from cosmos_core.train.rollout_feed import make_training_sampling
 from cosmos_core.train.validation import Validation
 from cosmos_core.worker import program as worker
 from tests.effects.change import GRPO, Change, changes, stage_of
@@ -37,7 +37,7 @@ def ahead(recipe: Recipe, folder: Path) -> AsyncGroupSource:
         engine_fleet=None, make_local_scorer=lambda weights: weights, send_missing_weights=None, exit_stack=ExitStack(),
         _stage=SimpleNamespace(recipe=recipe, progress=Workspace(folder).progress),
     )  # fmt: skip
-    sampling = training_sampling(recipe)
+    sampling = make_training_sampling(recipe)
     found: Any = generation.RolloutSetup.make_async_source(setup, prompt_order(rows, recipe), sampling, None)
     return found
 

@@ -11,7 +11,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.sample.endpoint import EndpointClient
 from cosmos_core.sample.records import SampledPrompt, ScoredCompletion
 from cosmos_core.sample.selection import compute_pass_rate, make_rows, select_completions
-from cosmos_core.train.rollout_feed import training_sampling
+from cosmos_core.train.rollout_feed import make_training_sampling
 from cosmos_core.types import Prompt
 from tests.effects.change import GRPO, Change, changes, stage_of
 from tests.unit.chat_server import chat_server
@@ -68,7 +68,7 @@ def requests_of(recipe: Recipe, path: Path, model: Path, *, url: str = "", meet_
 
 
 def _one(recipe: Recipe) -> Any:
-    return training_sampling(recipe.copy_with(rollout=recipe.rollout.copy_with(n_generation=1)))
+    return make_training_sampling(recipe.copy_with(rollout=recipe.rollout.copy_with(n_generation=1)))
 
 
 SERVED = {**GRPO, "sample.endpoint": "http://elsewhere/v1", "sample.endpoint_model": "m"}

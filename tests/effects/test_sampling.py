@@ -12,7 +12,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.rollout.groups import SyncGroupSource
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.measure import make_completion_settings
-from cosmos_core.train.rollout_feed import RolloutFeed, training_sampling
+from cosmos_core.train.rollout_feed import RolloutFeed, make_training_sampling
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, Change, changes, difference
 from tests.feeds import filtered, prompt_order, rollout_feed
@@ -54,7 +54,7 @@ def rollouts(recipe: Recipe, folder: Path) -> dict[str, Any]:
     engine: Any = Engine()
     prompts: Any = PROMPTS
     progress = ProgressWriter(folder / "progress.json")
-    sampling = training_sampling(recipe)
+    sampling = make_training_sampling(recipe)
     order = prompt_order(prompts, recipe)
     source = SyncGroupSource(order, engine, score, sampling, progress, recipe.rollout.batch_size)
     feed = rollout_feed(prompts, source, recipe, sampling=sampling)
@@ -169,7 +169,7 @@ def trained(recipe: Recipe, folder: Path) -> list[list[int]]:
     def feed() -> RolloutFeed:
         prompts: Any = PROMPTS
         engine: Any = Engine()
-        order, sampling = prompt_order(prompts, recipe), training_sampling(recipe)
+        order, sampling = prompt_order(prompts, recipe), make_training_sampling(recipe)
         sync = SyncGroupSource(
             order, engine, by_parity, sampling, ProgressWriter(folder / "progress.json"), recipe.rollout.batch_size
         )

@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.models.pipeline_runner import PipelineRunner
 from cosmos_core.parallel.mesh import open_mesh
-from cosmos_core.parallel.pipeline import OtherStageModule, apply_pp
+from cosmos_core.parallel.pipeline import StagePlaceholder, apply_pp
 from tests.effects.change import SFT, Change, changes
 from tests.local_ranks import LocalGroup
 
@@ -39,7 +39,7 @@ def facts(recipes: list[Recipe], stop: threading.Event) -> list[dict[str, Any]]:
         apply_pp(model, mesh.parallelism, mesh.pp.get_local_rank())
         stages, size = PipelineRunner(model, recipe.train, mesh, torch.float32), recipe.train.train_policy.mini_batch
         own = [
-            [i for i, layer in enumerate(stage.model.model.layers) if not isinstance(layer, OtherStageModule)]
+            [i for i, layer in enumerate(stage.model.model.layers) if not isinstance(layer, StagePlaceholder)]
             for stage in stages.root_modules
         ]
         schedule = type(stages._build_schedule(2, 4, lambda _, number: torch.zeros(()))).__name__

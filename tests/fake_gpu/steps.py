@@ -153,7 +153,7 @@ def traced_denoiser(chosen: Recipe, name: str, folder: Path, kernels: Kernels) -
     from cosmos_core.models.denoiser import Denoiser
     from cosmos_core.models.families import open_pipeline
     from cosmos_core.models.flow import flow_schedule
-    from cosmos_core.train.rollout_feed import training_sampling
+    from cosmos_core.train.rollout_feed import make_training_sampling
     from tests import tiny_pipelines
 
     pipeline = tiny_pipelines.save("sd3", folder / "model")
@@ -176,7 +176,7 @@ def traced_denoiser(chosen: Recipe, name: str, folder: Path, kernels: Kernels) -
             for i in range(4)
         ]  # fmt: skip
         with kernels, live:
-            for update in make_algorithm(chosen, training_sampling(chosen)).updates(rollouts, trainer):
+            for update in make_algorithm(chosen, make_training_sampling(chosen)).updates(rollouts, trainer):
                 trainer.update(update)
     return model, live.peak_memory().total_bytes
 

@@ -21,7 +21,7 @@ from cosmos_core.models.denoiser import Denoiser
 from cosmos_core.models.families import open_pipeline
 from cosmos_core.models.flow import flow_schedule
 from cosmos_core.run.progress import ProgressWriter
-from cosmos_core.train.rollout_feed import training_sampling
+from cosmos_core.train.rollout_feed import make_training_sampling
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import DiffusionSample, Prompt
 from tests import tiny_pipelines
@@ -86,7 +86,7 @@ def test_nft_repeats_to_the_bit(tmp_path: Path) -> None:
     found: list[list[Tensor]] = []
     for _ in range(2):
         trainer = open_trainer(model, chosen, DEVICE, tmp_path)
-        algorithm = make_algorithm(chosen, training_sampling(chosen))
+        algorithm = make_algorithm(chosen, make_training_sampling(chosen))
         for step in range(3):
             rollouts = [
                 FlowRollout(

@@ -18,7 +18,7 @@ from cosmos_core.config.schema.table import StageContext
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.export_pipeline import export_pipeline
 from cosmos_core.models.hf import model_without_weights
-from cosmos_core.models.lora import add_adapter, lora_scale_by_layer, save_adapter
+from cosmos_core.models.lora import add_adapter, get_lora_scales, save_adapter
 from tasks.kinds import all_kinds
 from tests import tiny_pipelines
 from tests.cells import cells, full
@@ -118,7 +118,7 @@ def test_an_adapter_of_a_diffusion_model_is_gone_on_with_from_its_own_export(tmp
         add_adapter(found, LoraConfig(lora_path=str(folder)), family.lora_targets)
         again, tensors = (peft.get_peft_model_state_dict(model) for model in (found, first))
         assert again.keys() == tensors.keys() and all(torch.equal(again[key], tensors[key]) for key in tensors)
-        assert lora_scale_by_layer(found) == lora_scale_by_layer(first)
+        assert get_lora_scales(found) == get_lora_scales(first)
     save_file(load_file(folder / file), folder / file)  # without the settings
     with pytest.raises(ModelError, match=r"lora_path = '.*': .*No such file or directory: '.*adapter_config.json'"):
         add_adapter(family.load_denoiser(torch.float32), LoraConfig(lora_path=str(folder)), family.lora_targets)

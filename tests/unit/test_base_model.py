@@ -143,7 +143,7 @@ def test_rows_beyond_the_positions_are_told_and_refused_where_these_are_learned(
                 check_rows(config, folder, build)
         else:
             assert check_rows(config, folder, build) == ""
-            assert check_rows(config, folder, build, splits_to_complete=["train"]) == "", "they are no prompts"
+            assert check_rows(config, folder, build, completed_splits=["train"]) == "", "they are no prompts"
     check_token_ids(folder, Qwen3Config(vocab_size=260).vocab_size)
 
 
@@ -158,11 +158,11 @@ def test_a_prompt_that_leaves_a_completion_no_position_is_refused_before_the_tra
         config = Qwen3Config(vocab_size=260, max_position_embeddings=positions)
         assert check_rows(config, tmp_path, lambda: None) == ""
         if positions == 10:
-            assert check_rows(config, tmp_path, lambda: None, splits_to_complete=["train"]) == ""
+            assert check_rows(config, tmp_path, lambda: None, completed_splits=["train"]) == ""
         else:
             with pytest.raises(ModelError, match=r"of 9 tokens leaves none of the 9 .*policy.model_max_length to 9"):
-                check_rows(config, tmp_path, lambda: None, splits_to_complete=["train"])
-            assert check_rows(config, tmp_path, lambda: None, splits_to_complete=["validation"]) == ""
+                check_rows(config, tmp_path, lambda: None, completed_splits=["train"])
+            assert check_rows(config, tmp_path, lambda: None, completed_splits=["validation"]) == ""
 
 
 @pytest.mark.parametrize("endpoint", ["", "http://host:8000/v1"])

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from cosmos_core.checkpoint.best import BEST_STEP_FILE, BestStep
-from cosmos_core.checkpoint.resume import MANIFEST, check_checkpoint, find_damaged_file, resume_obstacle
+from cosmos_core.checkpoint.resume import MANIFEST_FILE, check_checkpoint, find_damaged_file, resume_obstacle
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng
 from cosmos_core.config.schema.train import TrainConfig
@@ -334,7 +334,7 @@ def test_ranks_share_the_digests_of_a_checkpoint_and_one_of_them_finds_what_was_
     files = {f"file_{i}": {"size": 4, "sha256": hashlib.sha256(b"four").hexdigest()} for i in range(10)}
     for name in files:
         (tmp_path / name).write_bytes(b"four")
-    (tmp_path / MANIFEST).write_text(json.dumps({"files": files}))
+    (tmp_path / MANIFEST_FILE).write_text(json.dumps({"files": files}))
     counts: list[list[None]] = [[] for _ in range(4)]
     assert [find_damaged_file(tmp_path, rank, 4, lambda rank=rank: counts[rank].append(None)) for rank in range(4)] == [
         None

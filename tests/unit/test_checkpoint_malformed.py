@@ -32,7 +32,7 @@ from tests.unit.test_checkpoint import fill, is_filled_with, make_state, open_ch
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest drops our own filter
 
 Damage = Callable[[Path], object]
-MANIFEST = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 UNREADABLE = r"manifest\.json is missing or damaged"
 SILENT = r"manifest\.json is damaged: it does not say"
 
@@ -41,8 +41,8 @@ def manifest(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Damage:
     """The manifest with what `change` makes of it."""
 
     def damage(policy: Path) -> None:
-        found = json.loads((policy / MANIFEST).read_text())
-        (policy / MANIFEST).write_text(json.dumps(found | change(found)))
+        found = json.loads((policy / MANIFEST_FILE).read_text())
+        (policy / MANIFEST_FILE).write_text(json.dumps(found | change(found)))
 
     return damage
 
@@ -57,7 +57,7 @@ def without(key: str) -> Damage:
 
 
 def text(content: str) -> Damage:
-    return lambda policy: (policy / MANIFEST).write_text(content)
+    return lambda policy: (policy / MANIFEST_FILE).write_text(content)
 
 
 def folder_for(pattern: str) -> Damage:
@@ -81,12 +81,12 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a bit": (altered("*.safetensors", lambda b: b[:-3] + bytes([b[-3] ^ 1]) + b[-2:]), r"rank_0.* was altered"),
     "a byte less": (altered("*.safetensors", lambda b: b[:-1]), "bytes instead of"),
     "no tensors": (lambda policy: next(policy.glob("*.safetensors")).unlink(), "is gone"),
-    "no manifest": (lambda policy: (policy / MANIFEST).unlink(), "was not written to the end"),
+    "no manifest": (lambda policy: (policy / MANIFEST_FILE).unlink(), "was not written to the end"),
     "another value": (altered("extra.json", lambda b: b.replace(b"2.0", b"2.1")), r"extra\.json was altered"),
     "nested without end": (text("[" * 100_000), UNREADABLE),
     "a number without end": (text('{"step": ' + "1" * 10_000 + "}"), UNREADABLE),
     "a list": (text("[]"), UNREADABLE),
-    "a folder": (folder_for(MANIFEST), UNREADABLE),
+    "a folder": (folder_for(MANIFEST_FILE), UNREADABLE),
     "a folder of tensors": (folder_for("*.safetensors"), r"rank_0\.safetensors is gone"),
     "no sizes": (without("size"), SILENT),
     "no digests": (without("sha256"), SILENT),

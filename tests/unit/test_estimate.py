@@ -25,8 +25,8 @@ from cosmos_core.launch.estimate import estimate_stages_in_worker, render_estima
 from cosmos_core.run.plan import StageDecision
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train import estimate as estimate_module
-from cosmos_core.train.estimate import TrainingEstimate, estimate, kv_cache_bytes, shard_memory
-from cosmos_core.train.memory import StepMemory, eight_bit_moment_bytes
+from cosmos_core.train.estimate import TrainingEstimate, estimate, estimate_kv_cache_bytes, shard_memory
+from cosmos_core.train.memory import StepMemory, estimate_8bit_moment_bytes
 from tasks.kinds import all_kinds
 from tests.effects.change import stage_of
 from tests.feeds import row_feed
@@ -161,7 +161,7 @@ def sharded(memory: StepMemory, recipe: Recipe) -> StepMemory:
 
 
 def kv_cache(config: Qwen3Config, recipe: Recipe) -> int | None:
-    return kv_cache_bytes(config, recipe.rollout, recipe.train, recipe.rollout.batch_size, 60)
+    return estimate_kv_cache_bytes(config, recipe.rollout, recipe.train, recipe.rollout.batch_size, 60)
 
 
 def test_a_mesh_divides_what_it_shards() -> None:
@@ -229,7 +229,7 @@ def test_moments_in_eight_bits_take_what_torchao_keeps(tiny: Path) -> None:
     optimizer = optim.AdamW8bit(model.parameters())
     moments = [optimizer._new_buffer(p, signed) for p in model.parameters() for signed in (True, False)]
     kept = [[each.codes, each.scale, each.qmap] if hasattr(each, "codes") else [each] for each in moments]
-    assert eight_bit_moment_bytes(model) == sum(tensor.nbytes for tensors in kept for tensor in tensors)
+    assert estimate_8bit_moment_bytes(model) == sum(tensor.nbytes for tensors in kept for tensor in tensors)
 
 
 def balanced(tiny: Path, folder: Path, **policy: Any) -> tuple[Recipe, Path]:

@@ -46,7 +46,7 @@ def test_densities_and_weights_are_those_of_diffusers(scheme: str) -> None:
         assert ours_N.quantile(q).item() == pytest.approx(theirs_N.quantile(q).item(), abs=0.03)
     sigma_B = torch.tensor([0.1, 0.5, 0.97], dtype=torch.float64)
     weights_B = training_utils.compute_loss_weighting_for_sd3(scheme, sigma_B)
-    assert torch.allclose(flow.loss_weights(sigma_B, scheme), weights_B.double(), atol=1e-12)
+    assert torch.allclose(flow.compute_loss_weights(sigma_B, scheme), weights_B.double(), atol=1e-12)
 
 
 def test_tables_are_those_of_the_schedulers() -> None:
@@ -71,5 +71,5 @@ def test_the_plain_table_goes_from_1_to_0_and_is_shifted() -> None:
 
 
 def test_no_sample_outweighs_those_at_the_lowest_level_of_diffusers() -> None:
-    weights_B = flow.loss_weights(torch.tensor([0.0, 1e-6, 1e-3, 0.5], dtype=torch.float64), "sigma_sqrt")
+    weights_B = flow.compute_loss_weights(torch.tensor([0.0, 1e-6, 1e-3, 0.5], dtype=torch.float64), "sigma_sqrt")
     assert weights_B.tolist() == pytest.approx([1e6, 1e6, 1e6, 4.0])

@@ -195,7 +195,7 @@ def test_dropout_and_router_losses_keep_every_completion(folder: Path, tmp_path:
 
     assert trainer().has_separate_gradients and not trainer(dropout=0.1).has_separate_gradients
     routed = trainer()
-    routed.adapter.has_model_loss = True
+    routed.adapter.has_auxiliary_loss = True
     assert not routed.has_separate_gradients
     stage = trainer(dropout=0.1)  # a pipeline stage whose own layers have no dropout decides as the others do
     stage.adapter.mesh, stage.adapter.meta_copy, stage.adapter.model = object(), stage.adapter.model, torch.nn.Module()

@@ -49,7 +49,7 @@ def test_fp8_is_near_and_leaves_names_weights_and_the_head(model: PreTrainedMode
     exact.square().mean().backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    convert_to_fp8(model, FP8Config(enable_fp8=True, quant_recipe=scales), emulate=True)
+    convert_to_fp8(model, FP8Config(enable_fp8=True, quant_recipe=scales), should_emulate=True)
     kinds = {name: type(module).__name__ for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert kinds.pop("lm_head") == "Linear" and set(kinds.values()) == {"Float8Linear"} and len(kinds) == 14
     logits = model(input_ids=IDS, use_cache=False).logits

@@ -15,7 +15,7 @@ from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.hf import load_model
 from cosmos_core.models.lora import add_adapter, save_adapter
-from cosmos_core.models.lora_targets import adapted_layers, describe_adapter
+from cosmos_core.models.lora_targets import describe_adapter, find_adapted_layers
 from tests.unit.test_lora import disturb, logits, ours
 from tests.unit.tiny_families import save_family
 from tests.unit.tiny_model import iter_checkpoint_weights, save_tiny_model
@@ -76,7 +76,7 @@ def test_the_usual_names_mean_every_projection_of_that_name_and_peft_loads_the_a
     names = SEVEN if family != "deepseek-v3" else SEVEN[3:]
     model = ours(save_family(family, tmp_path), {"target_modules": names, "r": 4})
     assert adapted(model) == NAMED[family]
-    ranks = {name: layer.r["default"] for name, layer in adapted_layers(model).items()}
+    ranks = {name: layer.r["default"] for name, layer in find_adapted_layers(model).items()}
     assert set(ranks.values()) == {4, 8}, "the gate and the up projection in one have twice the rank"
     check_saved(model, tmp_path)
 
@@ -89,7 +89,7 @@ ALIKE = {"qwen3-moe", "qwen3-moe with a dense layer", "qwen2-moe", "mixtral", "g
 )
 def test_all_linear_is_every_matrix_but_those_that_one_line_names(tmp_path: Path, family: str) -> None:
     model = ours(save_family(family, tmp_path), {"target_modules": "all-linear", "r": 4})
-    layers, said = adapted_layers(model), describe_adapter(model, "all-linear")
+    layers, said = find_adapted_layers(model), describe_adapter(model, "all-linear")
     inside = {id(p) for layer in layers.values() for p in layer.get_base_layer().parameters(recurse=False)}
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if p.ndim >= 2 and id(p) not in inside]
@@ -141,7 +141,7 @@ def test_a_router_that_is_named_is_adapted(tmp_path: Path) -> None:
 def test_a_name_with_its_layer_means_that_layer(tmp_path: Path) -> None:
     names = ["layers.1.mlp.experts.down_proj", "layers.0.mlp.gate"]
     model = ours(save_family("qwen3-moe", tmp_path), {"target_modules": names})
-    assert list(adapted_layers(model)) == ["model.layers.0.mlp.gate", "model.layers.1.mlp.experts"]
+    assert list(find_adapted_layers(model)) == ["model.layers.0.mlp.gate", "model.layers.1.mlp.experts"]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_gate_and_up_projection_in_one_have_the_scale_of_the_others(
     tmp_path: Path, settings: dict[str, Any], ranks: list[int]
 ) -> None:
     model = ours(save_family("qwen3-moe", tmp_path), {"target_modules": SEVEN, "r": 4, **settings})
-    experts = [layer for name, layer in adapted_layers(model).items() if "layers.1.mlp" in name]
+    experts = [layer for name, layer in find_adapted_layers(model).items() if "layers.1.mlp" in name]
     assert [layer.r["default"] for layer in experts] == ranks
     scale = 4.0 if "use_rslora" in settings else 1.5
     assert [layer.scaling["default"] for layer in experts] == pytest.approx([scale, scale])
@@ -178,7 +178,7 @@ def test_layers_whose_weights_the_family_reads_itself_are_left_out_of_all_linear
         transformers.MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
     )
     add_adapter(model, LoraConfig(target_modules="all-linear"))
-    assert {name.rpartition(".")[2] for name in adapted_layers(model)} == {"in_proj"}
+    assert {name.rpartition(".")[2] for name in find_adapted_layers(model)} == {"in_proj"}
     assert "1 mixer.out_proj (Linear)" in describe_adapter(model, "all-linear")
 
 
@@ -244,7 +244,7 @@ def test_a_string_is_matched_with_whole_names_as_peft_does_and_says_no_vision_to
     as_peft = peft.get_peft_model(
         load_model(str(tmp_path), dtype=torch.float32), peft.LoraConfig(target_modules=targets)
     )
-    assert {f"base_model.model.{name}" for name in adapted_layers(model)} == set(adapted_layers(as_peft))
+    assert {f"base_model.model.{name}" for name in find_adapted_layers(model)} == set(find_adapted_layers(as_peft))
     check_saved(model, tmp_path)
     both = ours(tmp_path, {"target_modules": SEVEN[:1] if family == "llama4" else ["q_proj", "qkv"]})
     assert "vis" in describe_adapter(both, None) and "language_model" in describe_adapter(both, None)

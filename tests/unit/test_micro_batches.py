@@ -25,7 +25,7 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.batch import collate_shared_prompts
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.causal_lm import CausalLM
-from cosmos_core.models.micro_batches import merge_prompts, prompt_length, split_by_length
+from cosmos_core.models.micro_batches import merge_prompts, shared_prompt_length, split_by_length
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.trainer import Trainer
 from tests.unit.trainers import NoView, score_in, trainer_of
@@ -159,7 +159,7 @@ def test_every_sample_is_in_one_micro_batch_and_ranks_get_equal_shares(arrange: 
     else:
         for each in found:
             tokens = sum(len(batch[i].input_ids) for i in each)
-            prompts = {batch[i].input_ids[: prompt_length(batch[i])].tobytes() for i in each}
+            prompts = {batch[i].input_ids[: shared_prompt_length(batch[i])].tobytes() for i in each}
             assert tokens - (len(each) - len(prompts)) * 500 <= 16 * len(batch[ordered[0]].input_ids) + 1000
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from cosmos_core.models import offload
-from cosmos_core.models.offload import MIN_OFFLOADED_ELEMENTS, ComponentOffload, activations_on_cpu
+from cosmos_core.models.offload import MIN_OFFLOADED_ELEMENTS, ComponentOffload, offload_activations
 
 
 def test_activations_are_moved_and_parameters_and_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +28,7 @@ def test_activations_are_moved_and_parameters_and_small_tensors_stay(monkeypatch
     model(inputs).square().sum().backward()
     theirs = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    with activations_on_cpu():
+    with offload_activations():
         loss = model(inputs).square().sum()
     loss.backward()
     assert all(torch.equal(parameter.grad, other) for parameter, other in zip(model.parameters(), theirs, strict=True))
@@ -54,13 +54,13 @@ class Encoder(nn.Linear):
 def test_a_component_stays_through_a_run_of_calls_and_leaves_without_a_copy(is_offloaded: bool) -> None:
     encoder, residence = Encoder(), ComponentOffload(torch.device("cuda"), should_offload=is_offloaded)
     on_host, back = encoder.weight.data_ptr(), ["cpu"] * is_offloaded
-    with residence.on_device([encoder]):
+    with residence.use_on_device([encoder]):
         assert encoder.weight.data_ptr() != on_host
     assert encoder.moves == ["cuda", *back]
     assert (encoder.weight.data_ptr() == on_host) is is_offloaded
     encoder.moves.clear()
     with residence.keep_on_device():
         for _ in range(3):
-            with residence.on_device([encoder]):
+            with residence.use_on_device([encoder]):
                 pass
     assert encoder.moves == ["cuda"] * 3 + back

@@ -28,7 +28,7 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.batch import collate_rows
 from cosmos_core.data.sample import Sample
 from cosmos_core.models import packing
-from cosmos_core.models.packing import PACKED_ATTENTION, enable_packing, unsupported_varlen_reason
+from cosmos_core.models.packing import PACKED_ATTENTION, enable_packing, find_unsupported_varlen_reason
 from cosmos_core.run.progress import ProgressWriter
 from tests.unit.trainers import trainer_of
 
@@ -200,7 +200,7 @@ def varlen(monkeypatch: pytest.MonkeyPatch) -> FakeVarlen:
     """The kernel of CUDA, as if it were one of the CPU and took every dtype."""
     fake = FakeVarlen()
     monkeypatch.setattr(packing, "varlen_attn", fake)
-    monkeypatch.setattr(packing, "_VARLEN_DEVICE", "cpu")
+    monkeypatch.setattr(packing, "_VARLEN_DEVICE_TYPE", "cpu")
     monkeypatch.setattr(packing, "_VARLEN_DTYPES", {torch.float64, torch.float32})
     return fake
 
@@ -253,7 +253,7 @@ def test_what_the_kernel_cannot_is_named(
     shape: tuple[int, ...], dtype: torch.dtype, value_size: int, dropout: float, reason: str
 ) -> None:
     state = torch.zeros(shape, dtype=dtype)
-    found = unsupported_varlen_reason(state, state, torch.zeros(*shape[:-1], value_size, dtype=dtype), dropout)
+    found = find_unsupported_varlen_reason(state, state, torch.zeros(*shape[:-1], value_size, dtype=dtype), dropout)
     assert found.endswith(reason) and bool(found) is bool(reason)
 
 

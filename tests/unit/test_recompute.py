@@ -65,7 +65,7 @@ def gradients(how: RecomputeMode, *, backend: str = "") -> list[Tensor]:
 def test_compiled_packed_blocks_have_the_gradient_of_plain_ones(
     how: RecomputeMode, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "_VARLEN_DEVICE", "cpu")
+    monkeypatch.setattr(packing, "_VARLEN_DEVICE_TYPE", "cpu")
     monkeypatch.setattr(packing, "_VARLEN_DTYPES", {torch.float32})
     monkeypatch.setattr(packing, "varlen_attn", lambda q, k, v, bounds, *_, **__: attention(q, k, v, bounds))
     for ours, plain in zip(gradients(how, backend=backend), gradients(False), strict=True):

@@ -29,7 +29,7 @@ from cosmos_core.sample.endpoint import EndpointClient
 from cosmos_core.sample.records import COMPLETIONS_FILE, SampledPrompt, ScoredCompletion, append_records
 from cosmos_core.sample.selection import compute_pass_rate, make_metrics, select_completions, select_pair
 from cosmos_core.tools.base import ToolCall, parse_tool_calls
-from cosmos_core.train.rollout_feed import training_sampling
+from cosmos_core.train.rollout_feed import make_training_sampling
 from cosmos_core.types import Outcome, Prompt
 from cosmos_core.worker.program import _run_with_metrics
 from tasks.kinds import all_kinds
@@ -347,7 +347,7 @@ def test_an_endpoint_completes_the_prompts(task: Path, tmp_path: Path, monkeypat
 
 def complete_one(task: Path, path: Path, url: str, turns: list[dict[str, Any]] = ASKED, **metadata: Any) -> Any:
     stage = stage_of(task, path, endpoint=url, endpoint_model="m")
-    sampling = replace(training_sampling(stage.recipe), num_completions=1, **metadata.pop("sampling", {}))
+    sampling = replace(make_training_sampling(stage.recipe), num_completions=1, **metadata.pop("sampling", {}))
     endpoint = EndpointClient(stage, sampling)
     try:
         return endpoint.complete_prompts([(Prompt(0, (1,), "", "", metadata=metadata), turns)])[0].completions[0]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cosmos_core.models import scorer as scorers
 from cosmos_core.models.recompute import recompute_activations
-from cosmos_core.models.scorer import LogprobScorer, RequestedOutputs, default_chunk_bytes
+from cosmos_core.models.scorer import LogprobScorer, RequestedOutputs, choose_chunk_bytes
 from tests.unit.trainers import sequence_logprobs
 
 SIZES: dict[str, Any] = {
@@ -330,7 +330,7 @@ def test_a_trained_head_in_half_precision_sums_its_chunks_in_float32() -> None:
 def test_the_size_of_a_chunk_follows_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for gib, mib in ((2, 64), (8, 128), (24, 256), (31.5, 256), (32, 512), (500, 1024)):
         monkeypatch.setattr(scorers.psutil, "virtual_memory", lambda gib=gib: SimpleNamespace(total=int(gib * 2**30)))
-        assert default_chunk_bytes(torch.device("cpu")) == mib << 20
+        assert choose_chunk_bytes(torch.device("cpu")) == mib << 20
 
 
 def test_the_first_pass_runs_where_its_tokens_are() -> None:

@@ -23,7 +23,7 @@ from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.rollout.groups import FilteredGroupSource, GroupFilter, GroupPlan, SyncGroupSource
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.feeds import unused_rows_message
-from cosmos_core.train.rollout_feed import RolloutFeed, training_sampling
+from cosmos_core.train.rollout_feed import RolloutFeed, make_training_sampling
 from cosmos_core.train.spread_feed import SampleQueue, SplitGroupFeed
 from cosmos_core.types import Completion, Group, ImageRef, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, recipe
@@ -101,7 +101,7 @@ def steps_of(batch: int, size: int, folder: Path, *, is_separate: bool, cut: boo
 
 
 def _feed(config: Any, folder: Path, stack: ExitStack, *, is_separate: bool, step: int) -> tuple[SplitGroupFeed, Any]:
-    order, sampling = prompt_order(PROMPTS, config), training_sampling(config)
+    order, sampling = prompt_order(PROMPTS, config), make_training_sampling(config)
     assert sampling.may_use_old_weights
     groups = GroupPlan(config.train.train_batch_per_replica, config.rollout.n_generation)
     if not is_separate:
@@ -212,7 +212,7 @@ def test_samples_that_cannot_be_told_apart_are_refused_with_the_remedy() -> None
 
 
 def test_batches_are_steps_of_their_own_size() -> None:
-    sampling: Sampling = training_sampling(recipe({**SEED, "train.train_batch_per_replica": 32}))
+    sampling: Sampling = make_training_sampling(recipe({**SEED, "train.train_batch_per_replica": 32}))
     assert not sampling.may_use_old_weights
     assert [b - a for a, b in pairwise(GroupPlan(32, 16).first_position(step) for step in range(4))] == [2, 2, 2]
 

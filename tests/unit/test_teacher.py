@@ -193,14 +193,14 @@ def test_a_teacher_is_asked_about_ids_that_the_policy_has(tmp_path: Path) -> Non
 
 
 def test_an_algorithm_of_a_users_own_is_told_of_the_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cosmos_core.train.rollout_feed import training_sampling
+    from cosmos_core.train.rollout_feed import make_training_sampling
 
     (tmp_path / "own.py").write_text("from cosmos_core.algorithms.base import Algorithm\nclass Own(Algorithm): ...\n")
     monkeypatch.chdir(tmp_path)
     own = {"train": {"train_policy": {"type": "grpo", "trainer_type": "own.py:Own"}}}
     for is_on in (False, True):
         recipe = Recipe.model_validate({**own, "distillation": {"enable": is_on}})
-        assert (make_algorithm(recipe, training_sampling(recipe)).teacher is not None) == is_on
+        assert (make_algorithm(recipe, make_training_sampling(recipe)).teacher is not None) == is_on
     assert make_algorithm(recipe).teacher is None
 
 

@@ -117,7 +117,7 @@ def tuning_of(stage: Stage) -> tuple[SpeedTuning, RowFeed]:
 
 def test_a_size_that_might_not_fit_into_memory_is_not_tried(task: Path, tmp_path: Path) -> None:
     tuning, feed = tuning_of(stage_of(task, tmp_path / "full", "sft", "auto"))
-    tuning.max_memory_fraction, tuning.max_seconds = 0.0, 1e9
+    tuning.max_memory_fraction, tuning.max_tuning_seconds = 0.0, 1e9
     samples, _ = feed.samples(0)
     feed.step = 1
     _, metrics = tuning.choose(samples)
@@ -172,10 +172,10 @@ def test_a_stop_ends_the_measurement_without_a_choice(task: Path, tmp_path: Path
             return len(measured) >= 4
 
     workspace, tuning._workspace = tuning._workspace, Stopping()  # type: ignore[assignment]
-    tuning.max_seconds = 1e9
+    tuning.max_tuning_seconds = 1e9
     assert tuning.choose(samples)[1].keys() == {"time/tuning"} and len(measured) == 4
     assert tuning.chosen is None and tuning._trainer.speed_settings.rows_per_pass == feed.rows_per_pass == 2
-    tuning._workspace, tuning.max_seconds = workspace, 0.5
+    tuning._workspace, tuning.max_tuning_seconds = workspace, 0.5
     assert tuning.choose(samples)[1].keys() == AUTO_KEYS and tuning.chosen is not None
 
 
@@ -295,7 +295,7 @@ def test_the_default_is_kept_where_no_step_has_enough_samples_or_no_time_is_left
     assert tuning.chosen is not None and tuning.chosen.rows_per_pass == 2 and tuning.choose(samples)[1] == {}
 
     late, feed = tuning_of(stage_of(task, tmp_path / "late", "sft", "auto"))
-    late.max_seconds, feed.step = 0.0, 1
+    late.max_tuning_seconds, feed.step = 0.0, 1
     assert late.choose(feed.samples(0)[0])[1]["tuning/rows_per_pass"] == 2
 
 

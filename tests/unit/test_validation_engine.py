@@ -27,5 +27,5 @@ def test_it_gives_its_memory_to_the_training_from_the_start_and_after_a_validati
         [], generation.engine, lambda groups: [], make_completion_settings(found), workspace
     )
     has_rollouts = found.train.train_policy.has_rollouts
-    setup._completion_metrics_fn(completions, generation, has_rollouts=has_rollouts)(1)
+    setup._make_validate_fn(completions, generation, has_rollouts=has_rollouts)(1)
     assert slept == levels
