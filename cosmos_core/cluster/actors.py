@@ -55,13 +55,15 @@ class _ObjectActor:
             os.environ["OMP_NUM_THREADS"] = str(num_threads)
             torch.set_num_threads(num_threads)
         ignore_job_signals()
-        self._object = make_object()
+        self._held_object = make_object()
 
     def call(self, method: str, arguments: tuple[Any, ...], kwargs: dict[str, Any], shared_value: Any = None) -> Any:
         """Call the method named `method` of the object. Its positional arguments are `arguments`, followed by
         `shared_value` unless it is None."""
         unblock_job_signals()
-        return getattr(self._object, method)(*arguments, *([] if shared_value is None else [shared_value]), **kwargs)
+        return getattr(self._held_object, method)(
+            *arguments, *([] if shared_value is None else [shared_value]), **kwargs
+        )
 
 
 @dataclass(frozen=True)
@@ -120,20 +122,20 @@ class ActorSupervisor:
         self._placements = placements if has_gpus or not actor_group.shares_gpus else ()
         self._max_actors = len(placements) if shares_gpus else math.inf
         self._visible_devices = [""] * len(placements)
-        untyped_remote: Any = ray.remote  # untyped, because `ray.remote` is annotated for functions only
+        untyped_ray_remote: Any = ray.remote  # untyped, because `ray.remote` is annotated for functions only
         if shares_gpus and actor_group.processes_per_actor > 1:
             # Ray cannot allocate fractions of several GPUs to an actor. So allocate none, and set CUDA_VISIBLE_DEVICES
             # of each actor to the GPUs of the training ranks with which it shares them.
             gpus_per_actor, gpu_options = 0.0, {"num_cpus": 0, "num_gpus": actor_group.processes_per_actor}
-            read_gpu_ids = untyped_remote(**gpu_options)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
+            read_gpu_ids = untyped_ray_remote(**gpu_options)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
             gpu_id_refs = [read_gpu_ids.options(scheduling_strategy=each).remote() for each in placements]
             self._visible_devices = ray.get(gpu_id_refs)
         # On an embedded cluster actors reserve no CPU cores, so that more actors can start later.
         cpus_per_actor = 0 if owns_cluster else actor_group.processes_per_actor
-        self._remote_actor_class = untyped_remote(
+        self._remote_actor_class = untyped_ray_remote(
             num_cpus=cpus_per_actor, num_gpus=gpus_per_actor, max_restarts=-1, max_concurrency=_MAX_CONCURRENT_CALLS
         )(type(actor_group.name, (_ObjectActor,), {}))
-        self.handles: list[ActorHandle] = []
+        self.actor_handles: list[ActorHandle] = []
         self._num_requested_actors = 0
         self.resize(lambda handles: None)
 
@@ -141,7 +143,7 @@ class ActorSupervisor:
         """Start or kill actors until there are as many as `ActorGroup.get_target_size` returns. If their number
         changes, `on_resize` is called with the handles of all remaining actors, to pass them to the ranks. Surplus
         actors are killed after it has returned."""
-        num_requested_actors, num_previous_actors = max(0, self._actor_group.get_target_size()), len(self.handles)
+        num_requested_actors, num_previous_actors = max(0, self._actor_group.get_target_size()), len(self.actor_handles)
         num_target_actors = int(min(num_requested_actors, self._max_actors))
         if num_requested_actors > num_target_actors and num_requested_actors != self._num_requested_actors:
             warning_template = "%d processes are asked for; each shares GPUs of ranks, so there are %d"
@@ -153,9 +155,12 @@ class ActorSupervisor:
             has_reserved_bundle, make_object = index < len(self._placements), self._actor_group.make_object
             actor_options = {"scheduling_strategy": self._placements[index]} if has_reserved_bundle else {}
             actor_args = (make_object, self._num_threads, self._visible_devices[index] if has_reserved_bundle else "")
-            self.handles.append(ActorHandle(self._remote_actor_class.options(**actor_options).remote(*actor_args)))
-        surplus_handles, self.handles = self.handles[num_target_actors:], self.handles[:num_target_actors]
-        on_resize(self.handles)
+            self.actor_handles.append(
+                ActorHandle(self._remote_actor_class.options(**actor_options).remote(*actor_args))
+            )
+        surplus_handles = self.actor_handles[num_target_actors:]
+        self.actor_handles = self.actor_handles[:num_target_actors]
+        on_resize(self.actor_handles)
         for handle in surplus_handles:
             ray.kill(handle.actor, no_restart=True)
         if num_previous_actors:

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from cosmos_core.cluster.join import join_cluster
-from cosmos_core.cluster.placement import POLL_SECONDS, count_ranks_per_bundle, reserve_bundles, resource_bundles
-from cosmos_core.cluster.properties import rank_environment
+from cosmos_core.cluster.placement import POLL_SECONDS, count_ranks_per_bundle, list_resource_bundles, reserve_bundles
+from cosmos_core.cluster.properties import get_rank_environment
 from cosmos_core.cluster.rank import Rank, RankMessages, RankProgram, Rendezvous
 from cosmos_core.errors import CosmosError, ProgramError, StageFailed, first_line
 from cosmos_core.job_signals import block_job_signals
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REPLY_SECONDS = 10.0
+_REPLY_TIMEOUT_SECONDS = 10.0
 """Seconds to wait for a reply of a rank or of Ray. If no rank has ended for this long, all ranks are polled, because
 Ray can lose the reply of a rank that has ended."""
 _OBJECT_STORE_BYTES = 1 << 30
@@ -52,7 +52,7 @@ _MAX_SOCKET_FOLDER_BYTES = 40
 _MAX_RANK_RESTARTS = 3
 """Maximum number of times that `WorkerGroup.run` restarts all ranks after one of them has died or has requested it.
 Only a group with actors, which keep running meanwhile, restarts its ranks; otherwise the call fails."""
-_DEATH_REPORT_SECONDS = 10.0  # seconds to wait for Ray's report that a rank is dead, after another rank has failed
+_DEATH_REPORT_TIMEOUT_SECONDS = 10.0  # wait for Ray's report that a rank is dead, after another rank has failed
 
 
 class RankFailed(StageFailed):
@@ -87,7 +87,7 @@ class WorkerGroup:
         and `StageFailed` if a rank died or raised an error from outside this package."""
         num_ranks, actor_group = self.num_ranks, self.actors
         with _connect_to_cluster(num_ranks, actor_group) as (ray, owns_cluster, threads_per_actor):
-            required_bundles = resource_bundles(ray, num_ranks, actor_group, owns_cluster=owns_cluster)
+            required_bundles = list_resource_bundles(ray, num_ranks, actor_group, owns_cluster=owns_cluster)
             placements = reserve_bundles(ray, required_bundles, should_stop, on_poll)
             ranks_per_bundle = count_ranks_per_bundle(actor_group, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
             rank_placements = [placements[rank // ranks_per_bundle] for rank in range(num_ranks)]
@@ -118,7 +118,7 @@ class WorkerGroup:
 
 
 @contextmanager
-def process_group(rendezvous: Rendezvous) -> Iterator[None]:
+def open_process_group(rendezvous: Rendezvous) -> Iterator[None]:
     """Open torch's default process group for the duration of a `with` block. `rendezvous` has the rank of this process,
     the number of ranks, and the address of the group's TCP store."""
     os.environ |= {
@@ -143,7 +143,7 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
 
 def find_network_interface(address: str) -> str | None:
     """Return the name of this machine's network interface that routes to an address; None: it cannot be determined."""
-    with socket.socket(_address_family(address), socket.SOCK_DGRAM) as probe_socket:
+    with socket.socket(_get_address_family(address), socket.SOCK_DGRAM) as probe_socket:
         try:
             probe_socket.connect((address, 9))  # selects a route without sending a packet, because the socket is UDP
         except OSError:
@@ -155,14 +155,14 @@ def find_network_interface(address: str) -> str | None:
     return None
 
 
-def _address_family(address: str) -> socket.AddressFamily:
+def _get_address_family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
 
 
 def create_tcp_store(address: str, num_ranks: int) -> dist.TCPStore:
     """Return the TCP store for a process group of `num_ranks` ranks. The store listens on a free port of the IP address
     `address` only, because it trusts all clients."""
-    listening_socket = socket.create_server((address, 0), family=_address_family(address))
+    listening_socket = socket.create_server((address, 0), family=_get_address_family(address))
     free_port, fd = listening_socket.getsockname()[1], listening_socket.detach()
     return dist.TCPStore(address, free_port, num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
@@ -171,7 +171,7 @@ def run_as_rank(program: RankProgram, rank_messages: RankMessages, rendezvous: R
     """Run `program` as one rank of a process group. Return True and the value of the program (None except on rank 0),
     or, after an error, False and the error."""
     try:
-        with process_group(rendezvous):
+        with open_process_group(rendezvous):
             return_value = program(rank_messages)
     except Exception as error:  # noqa: BLE001 - every error must reach the process that started the rank
         is_user_error = type(error) is ProgramError
@@ -217,7 +217,7 @@ def _connect_to_cluster(num_ranks: int, actor_group: ActorGroup | None) -> Itera
                         _temp_dir=socket_folder, object_store_memory=_OBJECT_STORE_BYTES if actor_group else 128 << 20,
                     )  # fmt: skip
                 else:
-                    ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": rank_environment()})
+                    ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": get_rank_environment()})
                 signal.signal(signal.SIGTERM, sigterm_handler)  # restore the handler that `ray.init` replaced
             yield ray, owns_cluster, threads_per_actor
         finally:
@@ -275,8 +275,8 @@ def _make_rank_starter(
     reference to its pending call. `placements` are Ray scheduling strategies, one per rank; `gpu_fraction` is the
     fraction of a GPU per rank, if there are GPUs."""
     num_ranks, gpus_per_rank = len(placements), gpu_fraction if ray.cluster_resources().get("GPU", 0) else 0
-    untyped_remote: Any = ray.remote  # untyped, because `ray.remote` is annotated for functions only
-    rank_actor_class = untyped_remote(num_cpus=1, num_gpus=gpus_per_rank, max_concurrency=2)(Rank)
+    untyped_ray_remote: Any = ray.remote  # untyped, because `ray.remote` is annotated for functions only
+    rank_actor_class = untyped_ray_remote(num_cpus=1, num_gpus=gpus_per_rank, max_concurrency=2)(Rank)
     node_address = ray.util.get_node_ip_address()
     tcp_stores = []  # stores stay open, so that no other process reuses a port to which a dead rank may connect
 
@@ -323,7 +323,7 @@ def _wait_for_ranks(
     pending_refs, has_sent_stop, return_value, last_poll_time = list(run_refs), False, None, time.monotonic()
     first_rank_actor = rank_actors[0]
     if actor_supervisor is not None:
-        first_rank_actor.set_actors.remote(actor_supervisor.handles)
+        first_rank_actor.set_actors.remote(actor_supervisor.actor_handles)
     while pending_refs:
         if should_stop() and not has_sent_stop:
             has_sent_stop = True
@@ -331,27 +331,28 @@ def _wait_for_ranks(
                 rank_actor.stop.remote()
         if actor_supervisor is not None:
             actor_supervisor.resize(
-                lambda handles: ray.wait([first_rank_actor.set_actors.remote(handles)], timeout=_REPLY_SECONDS)
+                lambda handles: ray.wait([first_rank_actor.set_actors.remote(handles)], timeout=_REPLY_TIMEOUT_SECONDS)
             )
         finished_refs, _ = ray.wait(pending_refs, timeout=POLL_SECONDS)
         reply_refs = {run_ref: run_ref for run_ref in finished_refs}
-        if not finished_refs and time.monotonic() - last_poll_time > _REPLY_SECONDS:
+        if not finished_refs and time.monotonic() - last_poll_time > _REPLY_TIMEOUT_SECONDS:
             if owns_cluster and _is_cluster_dead(ray):
                 raise StageFailed("the Ray cluster that the stage started has died; a retry starts another one")
             reply_refs = {ref: rank_actors[run_refs.index(ref)].read_run_result.remote() for ref in pending_refs}
             last_poll_time = time.monotonic()
         for run_ref, reply_ref in reply_refs.items():
             try:
-                run_result = ray.get(reply_ref, timeout=_REPLY_SECONDS)
+                run_result = ray.get(reply_ref, timeout=_REPLY_TIMEOUT_SECONDS)
             except ray.exceptions.GetTimeoutError:
                 continue
             except _get_death_errors(ray) as error:
                 raise _make_death_error(run_refs.index(run_ref), error) from error
             if run_result is not None:
                 pending_refs.remove(run_ref)
-                is_successful, value_or_error = run_result
-                if not is_successful:
-                    ray.wait(run_refs[:1], timeout=_REPLY_SECONDS)  # give the first rank time to close its metric sinks
+                has_run_succeeded, value_or_error = run_result
+                if not has_run_succeeded:
+                    # Give the first rank time to close its metric sinks.
+                    ray.wait(run_refs[:1], timeout=_REPLY_TIMEOUT_SECONDS)
                     raise value_or_error
                 return_value = value_or_error if run_ref is run_refs[0] else return_value
     return return_value
@@ -367,16 +368,16 @@ def _is_cluster_dead(ray: Any) -> bool:
     """Return True if the Ray cluster reports that no machine is alive; return False if the cluster does not respond."""
     ray_nodes: list[Any] = []
     # `ray.nodes()` may block forever, so it runs in a thread that is abandoned after a timeout.
-    query_thread = threading.Thread(target=lambda: ray_nodes.extend(ray.nodes()), daemon=True)
-    query_thread.start()
-    query_thread.join(_REPLY_SECONDS)
+    node_query_thread = threading.Thread(target=lambda: ray_nodes.extend(ray.nodes()), daemon=True)
+    node_query_thread.start()
+    node_query_thread.join(_REPLY_TIMEOUT_SECONDS)
     return bool(ray_nodes) and not any(ray_node["Alive"] for ray_node in ray_nodes)
 
 
 def _find_dead_rank(ray: Any, run_refs: list[Any]) -> RankFailed | None:
     """Return an error that names a rank whose process has died, according to Ray's results for the calls `run_refs`,
     one per rank; None: no rank has died."""
-    deadline, pending_refs = time.monotonic() + _DEATH_REPORT_SECONDS, list(run_refs)
+    deadline, pending_refs = time.monotonic() + _DEATH_REPORT_TIMEOUT_SECONDS, list(run_refs)
     while pending_refs and time.monotonic() < deadline:
         finished_refs, pending_refs = ray.wait(pending_refs, timeout=POLL_SECONDS)
         for run_ref in finished_refs:

@@ -23,7 +23,7 @@ from cosmos_core.errors import StageFailed
 
 logger = logging.getLogger(__name__)
 # Maximum seconds for the node to start, and to end; Ray drains an ending node for up to 30 seconds.
-_START_TIMEOUT_SECONDS, _END_TIMEOUT_SECONDS = 120.0, 40.0
+_NODE_START_TIMEOUT_SECONDS, _NODE_EXIT_TIMEOUT_SECONDS = 120.0, 40.0
 _OBJECT_STORE_BYTES = 128 << 20
 _GCS_ADDRESS_FLAG = "--gcs-address="
 
@@ -63,14 +63,14 @@ def join_cluster(has_joined: Callable[[str], bool] = is_cluster_node) -> Iterato
         finally:
             node_process.terminate()
             try:
-                node_process.wait(_END_TIMEOUT_SECONDS)
+                node_process.wait(_NODE_EXIT_TIMEOUT_SECONDS)
             except subprocess.TimeoutExpired:
                 node_process.kill()
                 node_process.wait()
 
 
 def _wait_until_running(node_process: subprocess.Popen[bytes], output_file: Any, address: str) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_SECONDS
+    deadline = time.monotonic() + _NODE_START_TIMEOUT_SECONDS
     while True:
         output_file.seek(0)
         output_text = output_file.read().decode(errors="replace")
@@ -78,10 +78,11 @@ def _wait_until_running(node_process: subprocess.Popen[bytes], output_file: Any,
             logger.info("this machine is a node of the Ray cluster at %s, without CPUs and GPUs", address)
             return
         if node_process.poll() is not None or time.monotonic() > deadline:
-            lines = [line.strip() for line in output_text.splitlines() if line.strip()] or ["it says nothing"]
+            output_lines = [line.strip() for line in output_text.splitlines() if line.strip()] or ["it says nothing"]
             raise StageFailed(
-                f"RAY_ADDRESS = {address!r}: this machine cannot join the cluster: {mask_text(lines[-1])[:300]}; its "
-                f"network, its version of Ray and Python, and RAY_AUTH_MODE and RAY_AUTH_TOKEN must be the cluster's"
+                f"RAY_ADDRESS = {address!r}: this machine cannot join the cluster: "
+                f"{mask_text(output_lines[-1])[:300]}; its network, its version of Ray and Python, and RAY_AUTH_MODE "
+                f"and RAY_AUTH_TOKEN must be the cluster's"
             )
         time.sleep(0.1)
 

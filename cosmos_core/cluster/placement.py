@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.2  # seconds between two polls whether Ray has started or finished a task
 
 
-def resource_bundles(
+def list_resource_bundles(
     ray: Any, num_ranks: int, actor_group: ActorGroup | None, *, owns_cluster: bool
 ) -> list[dict[str, int]]:
     """Return the resource bundles to reserve for `num_ranks` ranks and their actors, as amounts by resource name.
@@ -75,14 +75,16 @@ def reserve_bundles(
     from ray.util.placement_group import placement_group, placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    bundle_group = placement_group(bundles, strategy="PACK")
-    reservation_ref = bundle_group.ready()
+    ray_placement_group = placement_group(bundles, strategy="PACK")
+    reservation_ref = ray_placement_group.ready()
     while not ray.wait([reservation_ref], timeout=POLL_SECONDS)[0]:
         on_poll()
         if should_stop():
             raise Preempted("asked to stop while the ranks wait for room in the Ray cluster")
     ray.get(reservation_ref)
     # Sort bundles by machine: Ray distributes equal bundles in any order, and neighbouring ranks exchange most data.
-    node_ids = placement_group_table(bundle_group)["bundles_to_node_id"]
+    node_ids = placement_group_table(ray_placement_group)["bundles_to_node_id"]
     bundle_indices = sorted(range(len(bundles)), key=lambda i: (bundles[i] != bundles[0], node_ids[i]))
-    return [PlacementGroupSchedulingStrategy(bundle_group, placement_group_bundle_index=i) for i in bundle_indices]
+    return [
+        PlacementGroupSchedulingStrategy(ray_placement_group, placement_group_bundle_index=i) for i in bundle_indices
+    ]

@@ -30,15 +30,15 @@ def collect_cluster_properties(libraries: Sequence[str]) -> MachineProperties:
     import ray
 
     with join_cluster():
-        ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env={"env_vars": rank_environment()})
+        ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env={"env_vars": get_rank_environment()})
         try:
             num_gpus = int(ray.cluster_resources().get("GPU", 0))
-            untyped_remote: Any = ray.remote  # untyped, because `ray.remote` is annotated for functions only
+            untyped_ray_remote: Any = ray.remote  # untyped, because `ray.remote` is annotated for functions only
             live_nodes = [node for node in ray.nodes() if node["Alive"]]
             largest_node = max(live_nodes, key=lambda node: [node["Resources"].get(name, 0) for name in ("GPU", "CPU")])
             # Request no CPU or GPU of the node, because another training may hold all of them for days.
             node_resource = f"node:{largest_node['NodeManagerAddress']}"
-            read_node_properties = untyped_remote(num_cpus=0, resources={node_resource: 0.001})(measure_machine)
+            read_node_properties = untyped_ray_remote(num_cpus=0, resources={node_resource: 0.001})(measure_machine)
             node_properties: MachineProperties = ray.get(read_node_properties.remote(list(libraries)))
         finally:
             ray.shutdown()
@@ -46,7 +46,7 @@ def collect_cluster_properties(libraries: Sequence[str]) -> MachineProperties:
     return replace(node_properties, gpus=(gpu_model,) * num_gpus)
 
 
-def rank_environment() -> dict[str, str]:
+def get_rank_environment() -> dict[str, str]:
     """Return the environment variables of this process that ranks and actors on other machines need, such as `HF_HOME`,
     `OMP_NUM_THREADS`, and all variables whose names begin with `NCCL_` or `TORCH`."""
     environment = _select_environment_variables(_RANK_ENVIRONMENT_NAMES, _RANK_ENVIRONMENT_PREFIXES)
@@ -54,7 +54,7 @@ def rank_environment() -> dict[str, str]:
     return environment
 
 
-def service_environment(variable_names: Collection[str]) -> dict[str, str]:
+def get_service_environment(variable_names: Collection[str]) -> dict[str, str]:
     """Return the environment variables of this process with which ranks and actors reach services and metric sinks, and
     those in `variable_names`. Pass them as arguments of calls: they may be secrets, and Ray logs `runtime_env`."""
     return _select_environment_variables(variable_names, _SERVICE_ENVIRONMENT_PREFIXES)
@@ -66,7 +66,7 @@ def _select_environment_variables(variable_names: Collection[str], name_prefixes
     }
 
 
-def with_environment(environment: Mapping[str, str], wrapped_function: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_with_environment(environment: Mapping[str, str], wrapped_function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a picklable function that sets the variables `environment`, then unpickles and calls `wrapped_function`.
     They are set first, because unpickling imports libraries, such as huggingface_hub, that read them at import."""
     from ray import cloudpickle

@@ -22,7 +22,7 @@ from cosmos_core.data.prepared import RowImages, has_split, open_table
 from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.export.gguf import GGUF_FILE
 from cosmos_core.models.verify_export import select_auto_class
-from cosmos_core.rollout.vllm_logits import prompt_logits
+from cosmos_core.rollout.vllm_logits import compute_prompt_logits
 
 TokenIds = list[int]
 
@@ -97,7 +97,9 @@ def measure_divergence(folder: Path, use_vllm: bool, rows: Sequence[TokenIds], r
 def _compute_logprobs(model_folder: Path, use_vllm: bool, rows: Sequence[TokenIds]) -> Iterator[Tensor]:
     """Yield for each row the log-probabilities of the next token at all positions but the last, float32 (positions,
     vocabulary)."""
-    logits_by_row = prompt_logits(model_folder, rows) if use_vllm else _compute_transformers_logits(model_folder, rows)
+    logits_by_row = (
+        compute_prompt_logits(model_folder, rows) if use_vllm else _compute_transformers_logits(model_folder, rows)
+    )
     return (logits_TV.float().log_softmax(-1) for logits_TV in logits_by_row)
 
 

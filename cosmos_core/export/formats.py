@@ -32,7 +32,7 @@ from cosmos_core.export.gguf import GGUF_FORMAT, find_gguf_problem, write_gguf
 from cosmos_core.export.quantize import LinearLayers, describe_format, find_layers, make_quant_scheme, quantize_folder
 from cosmos_core.models.hf import load_config, model_without_weights
 from cosmos_core.models.new_interpreter import call_in_interpreter, open_interpreter_pool
-from cosmos_core.rollout.vllm_logits import find_vllm_problem, vllm_version
+from cosmos_core.rollout.vllm_logits import find_vllm_problem, get_vllm_version
 from cosmos_core.run.files import read_json_object, write_json, write_text
 from cosmos_core.run.progress import read_progress
 from cosmos_core.run.stage import Stage, find_source_stage, load_stage
@@ -278,7 +278,7 @@ def _build_card_section(quant_plan: QuantPlan, verification_outcome: Outcome, sp
     plan_metrics = {name.removeprefix(metric_prefix): value for name, value in verification_outcome.metrics.items()}
     split_text = "held-out" if split_name == VALIDATION_SPLIT else "training"
     quantization_method_text = f"rounded to nearest, by compressed-tensors {version('compressed-tensors')}"
-    loading_text, comparison_engine_text = f"Loaded by vLLM {vllm_version()}", ""
+    loading_text, comparison_engine_text = f"Loaded by vLLM {get_vllm_version()}", ""
     if quant_plan.linear_layers is None:
         quantization_method_text = "converted by llama.cpp"
         loading_text = f"Loaded by transformers {version('transformers')}"

@@ -42,7 +42,7 @@ RewardConfig: TypeAlias = "dict[str, float] | RemoteRewardConfig"
 ScoreAndMetrics = tuple[float, dict[str, float]]
 
 REWARDS_PACKAGE = "cosmos_core.rewards"
-_RESULT_TYPE_RULE = "the rule is a number, or (number, dict of numbers)"
+_RETURN_TYPE_MESSAGE = "the rule is a number, or (number, dict of numbers)"
 _thread_local_data = threading.local()
 
 
@@ -60,33 +60,35 @@ class Reward:
         and any error that the function raises."""
         if not self.binding.takes_whole_group:
             return _parse_score(self._call_function([request_fields], takes_lists=False))
-        [result] = self.score_group([request_fields])
-        if not isinstance(result, tuple):
-            raise result or ValueError("returned None: it does not apply to this row")
-        return result
+        [score_or_error] = self.score_group([request_fields])
+        if not isinstance(score_or_error, tuple):
+            raise score_or_error or ValueError("returned None: it does not apply to this row")
+        return score_or_error
 
     def score_group(self, requests: Sequence[RequestFields]) -> list[ScoreAndMetrics | ValueError | None]:
         """Score all completions of a prompt in one call. The result of a completion is a `ValueError` if its value is
         not a finite number, and None if the function does not apply to the row, as in TRL. Raise `ValueError` if the
         function did not return a list with one value per completion, and the other errors that `__call__` raises."""
-        results = self._call_function(requests, takes_lists=True)
-        if hasattr(results, "tolist"):  # convert a NumPy array or a torch tensor to a list
-            results = results.tolist()
-        results = list(results) if isinstance(results, Iterator) else results
-        is_list = isinstance(results, list | tuple)
-        if not is_list or len(results) != len(requests):
-            returned_text = f"{len(results)} values" if is_list else f"a {type(results).__name__}"
-            rule_text = "the rule is a list with one for each"
-            raise ValueError(f"returned {returned_text} for {len(requests)} completions; {rule_text}")
-        group_results: list[ScoreAndMetrics | ValueError | None] = []
-        for result in results:
+        returned_values = self._call_function(requests, takes_lists=True)
+        if hasattr(returned_values, "tolist"):  # convert a NumPy array or a torch tensor to a list
+            returned_values = returned_values.tolist()
+        returned_values = list(returned_values) if isinstance(returned_values, Iterator) else returned_values
+        returns_list = isinstance(returned_values, list | tuple)
+        if not returns_list or len(returned_values) != len(requests):
+            returned_text = f"{len(returned_values)} values" if returns_list else f"a {type(returned_values).__name__}"
+            expected_return_text = "the rule is a list with one for each"
+            raise ValueError(f"returned {returned_text} for {len(requests)} completions; {expected_return_text}")
+        scores_or_errors: list[ScoreAndMetrics | ValueError | None] = []
+        for returned_value in returned_values:
             try:
-                is_error_or_none = isinstance(result, ValueError) or (result is None and self.binding.takes_whole_group)
-                group_results.append(result if is_error_or_none else _parse_score(result))
+                is_error_or_none = isinstance(returned_value, ValueError) or (
+                    returned_value is None and self.binding.takes_whole_group
+                )
+                scores_or_errors.append(returned_value if is_error_or_none else _parse_score(returned_value))
             except Exception as error:  # noqa: BLE001 - a tensor of several numbers raises a RuntimeError
                 value_error = error if isinstance(error, ValueError) else ValueError(error_on_one_line(error))
-                group_results.append(value_error.with_traceback(error.__traceback__))
-        return group_results
+                scores_or_errors.append(value_error.with_traceback(error.__traceback__))
+        return scores_or_errors
 
     def _call_function(self, requests: Sequence[Mapping[str, Any]], *, takes_lists: bool) -> Any:
         positional_arguments, keyword_arguments = self.binding.bind_arguments(requests, takes_lists=takes_lists)
@@ -138,7 +140,7 @@ def load_reward(name: str) -> Reward:
                 reward_function = reward_function()
         if not callable(reward_function):
             raise RewardError(f"{name!r} is a {type(reward_function).__name__}, not a function")
-        return Reward(name, reward_function, bind_parameters(name, reward_function, passes_strings=is_class))
+        return Reward(name, reward_function, bind_parameters(name, reward_function, passes_text_completions=is_class))
     except (ConfigError, RewardError) as error:
         raise RewardError(f"reward {error}") from error
 
@@ -201,29 +203,32 @@ def invalid_scores_error(problem_summary: str, scores: Iterable[Score]) -> Cosmo
     return RewardError(message) if is_permanent_error else StageFailed(message)
 
 
-def _parse_score(result: Any) -> ScoreAndMetrics:
+def _parse_score(returned_value: Any) -> ScoreAndMetrics:
     # Reward functions of verl may return a dict, whose other numbers become metrics.
-    if isinstance(result, Mapping) and "score" in result:
-        value_by_key = {k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in result.items() if k != "score"}
-        metrics = {k: v for k, v in value_by_key.items() if isinstance(v, int | float) and abs(v) <= sys.float_info.max}
-        result = (result["score"], metrics)
-    raw_score, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if isinstance(returned_value, Mapping) and "score" in returned_value:
+        raw_metrics = {
+            k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in returned_value.items() if k != "score"
+        }
+        metrics = {k: v for k, v in raw_metrics.items() if isinstance(v, int | float) and abs(v) <= sys.float_info.max}
+        returned_value = (returned_value["score"], metrics)
+    is_pair = isinstance(returned_value, tuple) and len(returned_value) == 2
+    raw_score, metrics = returned_value if is_pair else (returned_value, {})
     if not isinstance(metrics, Mapping):
-        raise ValueError(f"returned a tuple with a {type(metrics).__name__}; {_RESULT_TYPE_RULE}")
+        raise ValueError(f"returned a tuple with a {type(metrics).__name__}; {_RETURN_TYPE_MESSAGE}")
     return _to_finite_float(raw_score, "returned"), {
         str(key): _to_finite_float(raw_metric, f"returned metric {key!r} =") for key, raw_metric in metrics.items()
     }
 
 
-def _to_finite_float(returned_number: Any, message_prefix: str) -> float:
+def _to_finite_float(returned_number: Any, error_prefix: str) -> float:
     if hasattr(returned_number, "item"):  # convert a scalar of NumPy or torch to a Python number
         returned_number = returned_number.item()
     if returned_number is None:
-        raise ValueError(f"{message_prefix} nothing; {_RESULT_TYPE_RULE}")
+        raise ValueError(f"{error_prefix} nothing; {_RETURN_TYPE_MESSAGE}")
     if not isinstance(returned_number, int | float):
-        raise ValueError(f"{message_prefix} a {type(returned_number).__name__}; {_RESULT_TYPE_RULE}")
+        raise ValueError(f"{error_prefix} a {type(returned_number).__name__}; {_RETURN_TYPE_MESSAGE}")
     if not abs(returned_number) <= sys.float_info.max:  # refuse NaN, infinity, and integers beyond the range of floats
-        raise ValueError(f"{message_prefix} {returned_number}; the rule is a finite number")
+        raise ValueError(f"{error_prefix} {returned_number}; the rule is a finite number")
     return float(returned_number)
 
 
@@ -239,8 +244,8 @@ def full_reward(
     metric_name_by_reward, weight_by_reward = metric_names(rewards), reward_weights_of_source(rewards, data_source)
     weight_by_metric = {metric_name_by_reward[r]: w for r, w in weight_by_reward.items() if r not in PENALTY_REWARDS}
     positive_weights = [w for name, w in weight_by_metric.items() if w > 0 and (not metrics or name in metrics)]
-    negative_terms = [w * metrics.get(name, 0.0) for name, w in weight_by_metric.items() if w < 0]
-    return sum(positive_weights) + sum(negative_terms) if positive_weights else None
+    weighted_penalties = [w * metrics.get(name, 0.0) for name, w in weight_by_metric.items() if w < 0]
+    return sum(positive_weights) + sum(weighted_penalties) if positive_weights else None
 
 
 def has_full_reward(reward: float, full_reward: float | None) -> bool:

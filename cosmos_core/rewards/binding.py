@@ -68,7 +68,7 @@ class ParameterBinding:
     """Parameters of a reward function and the rules that bind arguments to them."""
 
     parameters: tuple[inspect.Parameter, ...]
-    passes_strings: bool = False
+    passes_text_completions: bool = False
     """Whether `completions` are passed as texts even if the prompt is a list of messages, as in ms-swift."""
 
     @property
@@ -101,7 +101,9 @@ class ParameterBinding:
         or, with `takes_lists`, lists of values of all requests. Raise `TypeError` for an unknown parameter name."""
         get_argument = partial(_get_argument, request_fields=requests[0])
         if takes_lists:
-            get_argument = partial(_get_list_argument, group_requests=requests, passes_strings=self.passes_strings)
+            get_argument = partial(
+                _get_list_argument, group_requests=requests, passes_text_completions=self.passes_text_completions
+            )
         positional_arguments, keyword_arguments = [], {}
         for parameter in self.parameters:
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -110,7 +112,7 @@ class ParameterBinding:
                 argument = get_argument(parameter.name)
             except KeyError:
                 if parameter.default is _NO_DEFAULT:
-                    column_names = ", ".join(_row_columns(requests[0])) or "none"
+                    column_names = ", ".join(_get_row_columns(requests[0])) or "none"
                     raise TypeError(
                         f"nothing is called {parameter.name!r} (columns of the row: {column_names}); arguments are "
                         f"bound by name, so write {SIGNATURE_EXAMPLES}"
@@ -122,21 +124,25 @@ class ParameterBinding:
                 keyword_arguments[parameter.name] = argument
         if self.takes_any_keyword:
             text_parameters = ("prompts", "completions") if self.takes_whole_group else ("to_be_evaluated", "reference")
-            declared_names = {parameter.name for parameter in self.parameters}
+            declared_parameter_names = {parameter.name for parameter in self.parameters}
             parameter_names = [name for name in REWARD_PARAMETERS if name != "images"]
-            variadic_names = [*text_parameters, *parameter_names, *_row_columns(requests[0])]
-            keyword_arguments |= {name: get_argument(name) for name in variadic_names if name not in declared_names}
+            variadic_names = [*text_parameters, *parameter_names, *_get_row_columns(requests[0])]
+            keyword_arguments |= {
+                name: get_argument(name) for name in variadic_names if name not in declared_parameter_names
+            }
         return positional_arguments, keyword_arguments
 
 
 def bind_parameters(
-    name: str, reward_function: Callable[..., Any], *, passes_strings: bool = False
+    name: str, reward_function: Callable[..., Any], *, passes_text_completions: bool = False
 ) -> ParameterBinding:
     """Return the parameters of a reward function with the rules for their arguments; `name` is the function's name in
     the recipe. Raise `RewardError` if the signature is not readable, takes no completion, or has an unsupported
     parameter."""
     try:
-        binding = ParameterBinding(tuple(inspect.signature(reward_function).parameters.values()), passes_strings)
+        binding = ParameterBinding(
+            tuple(inspect.signature(reward_function).parameters.values()), passes_text_completions
+        )
     except (TypeError, ValueError):
         raise RewardError(f"{name!r} has no signature to bind by name; write {SIGNATURE_EXAMPLES}") from None
     bindable_parameters = [each for each in binding.parameters if each.kind is not each.VAR_POSITIONAL]
@@ -161,7 +167,7 @@ def bind_parameters(
 def _get_argument(parameter_name: str, request_fields: RequestFields) -> Any:
     """Return the argument for a known parameter name of a reward function, or else the row's column of that name. Raise
     `KeyError` if there is no such column."""
-    row_columns = _row_columns(request_fields)
+    row_columns = _get_row_columns(request_fields)
     if parameter_name in _COMPLETION_PARAMETERS:
         return request_fields["to_be_evaluated"]
     if parameter_name == "reference":
@@ -182,16 +188,16 @@ def _get_argument(parameter_name: str, request_fields: RequestFields) -> Any:
     return {"extra_info": {}, "data_source": ""}[parameter_name]
 
 
-def _get_list_argument(name: str, group_requests: Sequence[RequestFields], passes_strings: bool) -> Any:
+def _get_list_argument(name: str, group_requests: Sequence[RequestFields], passes_text_completions: bool) -> Any:
     """Return the argument that a reward function receives as `name` when one call scores all completions of a prompt:
-    usually a list with one value per completion. With `passes_strings`, completions are strings even if the prompt is a
-    list of messages."""
-    row_columns = _row_columns(group_requests[0])
+    usually a list with one value per completion. With `passes_text_completions`, completions are strings even if the
+    prompt is a list of messages."""
+    row_columns = _get_row_columns(group_requests[0])
     if name in _SINGLE_VALUE_PARAMETERS:
         return _get_argument(name, group_requests[0])
     if name in _PROMPT_AND_COMPLETION_PARAMETERS or (name in _SINGULAR_NAME_BY_PLURAL and name not in row_columns):
         if name == "completions":  # as in TRL, completions are lists of messages if the prompt is a list
-            has_messages = isinstance(row_columns.get("prompt"), list) and not passes_strings
+            has_messages = isinstance(row_columns.get("prompt"), list) and not passes_text_completions
             return [fields["turns" if has_messages else "to_be_evaluated"] for fields in group_requests]
         if name == "prompts":
             return [row_columns.get("prompt", fields.get("prompt")) for fields in group_requests]
@@ -201,5 +207,5 @@ def _get_list_argument(name: str, group_requests: Sequence[RequestFields], passe
     return [_get_argument(name, fields) for fields in group_requests]
 
 
-def _row_columns(request_fields: RequestFields) -> Mapping[str, Any]:
+def _get_row_columns(request_fields: RequestFields) -> Mapping[str, Any]:
     return request_fields.get("metadata") or {}

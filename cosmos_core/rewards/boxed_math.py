@@ -73,20 +73,21 @@ def _keep_last_boxed_answer(text: str) -> str:
     text = _REPEATING_DECIMAL_PATTERN.sub(_repeating_decimal_to_fraction, text)
     if not boxed_command_matches:
         return text
-    box_body, brace_depth = text[len("\\boxed") :], 0
-    for index, character in enumerate(box_body):
+    text_after_boxed, brace_depth = text[len("\\boxed") :], 0
+    for index, character in enumerate(text_after_boxed):
         brace_depth += (character == "{") - (character == "}")
         if brace_depth == 0:
-            box_content = _TRAILING_PUNCTUATION_PATTERN.sub(r"\1", box_body[1:index])
-            return "\\boxed" + box_body[:1] + box_content + box_body[index:]
+            box_content = _TRAILING_PUNCTUATION_PATTERN.sub(r"\1", text_after_boxed[1:index])
+            return "\\boxed" + text_after_boxed[:1] + box_content + text_after_boxed[index:]
     return text
 
 
 def _repeating_decimal_to_fraction(match: re.Match[str]) -> str:
     """Return a repeating decimal as a fraction: 0.1666... becomes (16 - 1) / 90."""
-    integer_digits, fixed_digits, repeated_digits = match[1] or "0", match[2], "".join(filter(None, match.groups()[3:]))
-    numerator = int(integer_digits + fixed_digits + repeated_digits) - int(integer_digits + fixed_digits)
-    return f"\\frac{{{numerator}}}{{{(10 ** len(repeated_digits) - 1) * 10 ** len(fixed_digits)}}}"
+    integer_digits, nonrepeating_digits = match[1] or "0", match[2]
+    repeated_digits = "".join(filter(None, match.groups()[3:]))
+    numerator = int(integer_digits + nonrepeating_digits + repeated_digits) - int(integer_digits + nonrepeating_digits)
+    return f"\\frac{{{numerator}}}{{{(10 ** len(repeated_digits) - 1) * 10 ** len(nonrepeating_digits)}}}"
 
 
 @lru_cache(maxsize=1024)  # cached, because many completions of a prompt have the same answer

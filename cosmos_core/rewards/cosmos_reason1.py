@@ -32,7 +32,7 @@ _MAX_VIDEO_TOKENS = 9216
 _VIDEO_PAD_TOKEN = "<|video_pad|>"
 _VIDEO_TOKEN_TYPE = 2
 """Value of Qwen2.5-VL's `mm_token_type_ids` for tokens that are placeholders of video patches."""
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class CosmosReason1Reward:
@@ -57,7 +57,7 @@ class CosmosReason1Reward:
         self._pixel_std = np.array(image_processor.image_std, np.float32)[:, None, None]
         self._system_prompt = settings.options.get("system_prompt") or _DEFAULT_SYSTEM_PROMPT
         if self._system_prompt is _DEFAULT_SYSTEM_PROMPT:
-            log.warning("options.system_prompt is empty: the model is asked in other words than those of its card")
+            logger.warning("options.system_prompt is empty: the model is asked in other words than those of its card")
         elif os.path.isfile(self._system_prompt):
             self._system_prompt = Path(self._system_prompt).read_text(encoding="utf-8").strip()
         self._judge_question = settings.options.get("question", _JUDGE_QUESTION)
@@ -113,7 +113,7 @@ class CosmosReason1Reward:
         patch_size, merge_size, patch_frames = config.patch_size, config.spatial_merge_size, config.temporal_patch_size
         frames = frames[: len(frames) // patch_frames * patch_frames] or [frames[0]] * patch_frames
         max_pixels = self._max_video_tokens * (patch_size * merge_size) ** 2 * patch_frames // len(frames)
-        height, width = fit_size(frames[0].size[::-1], patch_size * merge_size, max_pixels)
+        height, width = fit_frame_size(frames[0].size[::-1], patch_size * merge_size, max_pixels)
         pixel_values = np.stack([
             np.asarray(frame.resize((width, height), Image.Resampling.BICUBIC), np.float32).transpose(2, 0, 1) / 255
             for frame in frames
@@ -128,7 +128,7 @@ class CosmosReason1Reward:
         return patches.reshape(math.prod(patch_grid), 3 * patch_frames * patch_size * patch_size), patch_grid
 
 
-def fit_size(original_size: tuple[int, int], divisor: int, max_pixels: int) -> tuple[int, int]:
+def fit_frame_size(original_size: tuple[int, int], divisor: int, max_pixels: int) -> tuple[int, int]:
     """Return the height and width nearest to `original_size` that are multiples of `divisor`, with at most `max_pixels`
     pixels in total."""
     height, width = (max(divisor, round(side / divisor) * divisor) for side in original_size)

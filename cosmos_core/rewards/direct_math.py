@@ -48,11 +48,13 @@ def direct_math(to_be_evaluated: str, reference: str) -> float:
 
 def _normalise_answer(answer: str) -> str:
     # Remove articles, except in formulas, where `a` is a variable (`$a sin x$`).
-    text_parts = _MATH_DELIMITER_PATTERN.split(answer.rpartition("=")[2].strip())
+    text_and_math_parts = _MATH_DELIMITER_PATTERN.split(answer.rpartition("=")[2].strip())
     # An odd number of delimiters means that the opening one was before the `=`, so the text begins in a formula.
-    first_text_index = 2 if len(text_parts) % 4 == 3 else 0
-    text_parts[first_text_index::4] = [_ARTICLE_PATTERN.sub("", text) for text in text_parts[first_text_index::4]]
-    answer = "".join(text_parts)
+    first_text_index = 2 if len(text_and_math_parts) % 4 == 3 else 0
+    text_and_math_parts[first_text_index::4] = [
+        _ARTICLE_PATTERN.sub("", text) for text in text_and_math_parts[first_text_index::4]
+    ]
+    answer = "".join(text_and_math_parts)
     for old_text, new_text in _STRING_REPLACEMENTS:
         answer = answer.replace(old_text, new_text)
     for deleted_text in _DELETED_STRINGS:

@@ -18,14 +18,14 @@ import httpx
 
 from cosmos_core.environment import make_tls_verify
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.protocol import IDEMPOTENCY_HEADER, PING_PATH, REPLICA_HEADER, STATE_HEADER
+from cosmos_core.rewards.protocol import IDEMPOTENCY_HEADER, PING_PATH, REPLICA_HEADER, REQUEST_STATE_HEADER
 
 ENQUEUE_URL_VARIABLE = "REMOTE_REWARD_ENQUEUE_URL"
 FETCH_URL_VARIABLE = "REMOTE_REWARD_FETCH_URL"
 TOKEN_VARIABLE = "REMOTE_REWARD_TOKEN"
 DISABLE_REPLICA_PINNING_VARIABLE = "COSMOS_DISABLE_REMOTE_REWARD_USE_REPLICA"
 
-_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 1.0
+_MIN_RETRY_PAUSE_SECONDS, _MAX_RETRY_PAUSE_SECONDS = 0.05, 1.0
 _MAX_FAILED_FETCHES = 5
 """Maximum number of consecutive fetches without a response, after which a request moves to another replica."""
 _ENQUEUE_BASE_TIMEOUT_SECONDS, _ENQUEUE_SECONDS_PER_MIB, _ENQUEUE_TIMEOUT_BOUNDS = 30.0, 3.0, (60.0, 600.0)
@@ -35,7 +35,7 @@ _ENQUEUE_REFUSAL_CODES = {400, 401, 403, 404, 405, 411, 413, 415, 422}
 _FETCH_REFUSAL_CODES = _ENQUEUE_REFUSAL_CODES - {400}
 """HTTP status codes with which a service refuses a fetch permanently. They do not include 400, which means that the
 scores are not ready yet."""
-_COOLDOWN_SECONDS = 5.0
+_REPLICA_COOLDOWN_SECONDS = 5.0
 """Seconds for which a failed replica gets no new requests, unless the `Retry-After` header of its response has another
 number."""
 
@@ -128,7 +128,7 @@ class ReplicaState:
     cooldown_end_by_replica: dict[int, float] = field(default_factory=dict)
     """Monotonic time in seconds until which a failed replica is avoided, by the index of the replica."""
 
-    def cooldown_seconds(self, replica_index: int) -> float:
+    def get_cooldown_seconds(self, replica_index: int) -> float:
         """Return the seconds for which a failed replica is still avoided; 0 if the replica is not avoided."""
         return max(0.0, self.cooldown_end_by_replica.get(replica_index, 0.0) - time.monotonic())
 
@@ -147,14 +147,14 @@ class ServiceRequest:
         self._timeout_seconds, self._deadline = timeout_seconds, time.monotonic() + timeout_seconds
         self._last_failure_reason = ""
         self._replica_index, self._pinned_replica_id = -1, ""
-        self._pause_seconds = _MIN_PAUSE_SECONDS
+        self._retry_pause_seconds = _MIN_RETRY_PAUSE_SECONDS
 
     async def fetch_results(self, request_body: bytes, reward_names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Send the request and return the service's response for each reward of `reward_names`. A response that is
         missing at the deadline is replaced by a dict with the key `error`. Raise `MissingScoresError` if all responses
         are missing, and `RewardError` if the service refuses a request."""
         idempotency_key, result_by_reward = str(uuid.uuid4()), dict[str, dict[str, Any]]()
-        enqueue_pause_seconds = _MIN_PAUSE_SECONDS
+        enqueue_pause_seconds = _MIN_RETRY_PAUSE_SECONDS
         try:
             while True:
                 request_id = await self._enqueue(request_body, idempotency_key)
@@ -164,7 +164,7 @@ class ServiceRequest:
                     result_by_reward[reward_name] = response
                 if len(result_by_reward) == len(reward_names):
                     return result_by_reward
-                self._pause_seconds, enqueue_pause_seconds = enqueue_pause_seconds, 2 * enqueue_pause_seconds
+                self._retry_pause_seconds, enqueue_pause_seconds = enqueue_pause_seconds, 2 * enqueue_pause_seconds
                 await self._pause_before_retry(None, "the reward service forgets each request that it takes")
         except MissingScoresError as error:
             if not result_by_reward:
@@ -179,12 +179,15 @@ class ServiceRequest:
         request_headers = {"Content-Type": "application/octet-stream", IDEMPOTENCY_HEADER: idempotency_key}
         while True:
             if self._replica_index < 0:  # choose a working replica with few requests
-                pending_counts, replicas = enumerate(self._replica_state.pending_request_counts), self._replica_state
-                sort_keys = [(replicas.cooldown_seconds(i), n, random.random(), i) for i, n in pending_counts]
-                self._replica_index = min(sort_keys)[-1]
-                replicas.pending_request_counts[self._replica_index] += 1
+                replica_state = self._replica_state
+                replica_sort_keys = [
+                    (replica_state.get_cooldown_seconds(i), num_pending, random.random(), i)
+                    for i, num_pending in enumerate(replica_state.pending_request_counts)
+                ]
+                self._replica_index = min(replica_sort_keys)[-1]
+                replica_state.pending_request_counts[self._replica_index] += 1
             url = self._endpoints.replica_urls[self._replica_index][0]
-            response = await self._post_or_pause(url, timeout_seconds, content=request_body, headers=request_headers)
+            response = await self._try_post(url, timeout_seconds, content=request_body, headers=request_headers)
             if response is None:
                 continue
             if response.status_code == 200:
@@ -196,7 +199,7 @@ class ServiceRequest:
             if response.status_code in _ENQUEUE_REFUSAL_CODES or response.is_redirect:
                 raise RewardError(f"the reward service at {url} refuses a request: {_describe_response(response)}")
             self._mark_replica_failed(_retry_after_seconds(response))
-            if all(self._replica_state.cooldown_seconds(i) for i in range(len(self._endpoints.replica_urls))):
+            if all(self._replica_state.get_cooldown_seconds(i) for i in range(len(self._endpoints.replica_urls))):
                 failure_text = f"the reward service at {url} does not take the request: {_describe_response(response)}"
                 await self._pause_before_retry(response, failure_text)
 
@@ -206,9 +209,10 @@ class ServiceRequest:
         uses_pinned_replica = self._pinned_replica_id and self._endpoints.pins_replica
         request_headers = {REPLICA_HEADER: self._pinned_replica_id} if uses_pinned_replica else {}
         url = self._endpoints.replica_urls[self._replica_index][1]
-        self._pause_seconds, num_failed_fetches, form_data = _MIN_PAUSE_SECONDS, 0, {"uuid": request_id, "type": reward}
+        self._retry_pause_seconds, num_failed_fetches = _MIN_RETRY_PAUSE_SECONDS, 0
+        form_data = {"uuid": request_id, "type": reward}
         while True:
-            response = await self._post_or_pause(url, _FETCH_TIMEOUT_SECONDS, data=form_data, headers=request_headers)
+            response = await self._try_post(url, _FETCH_TIMEOUT_SECONDS, data=form_data, headers=request_headers)
             if response is None:
                 num_failed_fetches += 1
                 if num_failed_fetches >= _MAX_FAILED_FETCHES and len(self._endpoints.replica_urls) > 1:
@@ -225,14 +229,14 @@ class ServiceRequest:
                 raise RewardError(f"the reward service at {url} refuses us: {response_text}")
             if response.status_code in _FETCH_REFUSAL_CODES or response.is_redirect:
                 raise RewardError(f"{url} is no URL to fetch scores from: {response_text}; set {FETCH_URL_VARIABLE}")
-            if response.headers.get(STATE_HEADER) == "unknown":
+            if response.headers.get(REQUEST_STATE_HEADER) == "unknown":
                 self._release_replica()
                 return None
             failure_reason = f"no score of {reward!r} after {self._timeout_seconds:g} s"
             failure_reason += "" if response.status_code == 400 else f"; the last response: {response_text}"
             await self._pause_before_retry(response, failure_reason)
 
-    async def _post_or_pause(self, url: str, timeout_seconds: float, **post_arguments: Any) -> httpx.Response | None:
+    async def _try_post(self, url: str, timeout_seconds: float, **post_arguments: Any) -> httpx.Response | None:
         """Post a request and return the response. If the service does not respond, pause and return None, so that the
         caller retries."""
         seconds_left = max(0.1, self._deadline - time.monotonic())
@@ -245,15 +249,15 @@ class ServiceRequest:
         except TimeoutError:
             failure_reason = f"gives no whole response within {seconds_left:.3g} s"
             # Also name the failure before, because the deadline may have left this attempt little time.
-            earlier_failure = f"{self._last_failure_reason}; then it" if self._last_failure_reason else ""
-            failure_reason = f"{earlier_failure or f'the reward service at {url}'} {failure_reason}"
+            previous_failure_text = f"{self._last_failure_reason}; then it" if self._last_failure_reason else ""
+            failure_reason = f"{previous_failure_text or f'the reward service at {url}'} {failure_reason}"
         if "content" in post_arguments:
             self._mark_replica_failed()
         await self._pause_before_retry(None, failure_reason)
         return None
 
     def _mark_replica_failed(self, cooldown_seconds: float = 0.0) -> None:
-        cooldown_end_time = time.monotonic() + (cooldown_seconds or _COOLDOWN_SECONDS)
+        cooldown_end_time = time.monotonic() + (cooldown_seconds or _REPLICA_COOLDOWN_SECONDS)
         self._replica_state.cooldown_end_by_replica[self._replica_index] = cooldown_end_time
         self._release_replica()
 
@@ -265,8 +269,8 @@ class ServiceRequest:
     async def _pause_before_retry(self, response: httpx.Response | None, failure_reason: str) -> None:
         """Pause with exponential backoff and jitter, at least for the `Retry-After` of the response. Raise
         `MissingScoresError` with the message `failure_reason` if the deadline is before the end of the pause."""
-        pause_seconds = self._pause_seconds * random.uniform(0.5, 1.5)
-        self._pause_seconds = min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS)
+        pause_seconds = self._retry_pause_seconds * random.uniform(0.5, 1.5)
+        self._retry_pause_seconds = min(2 * self._retry_pause_seconds, _MAX_RETRY_PAUSE_SECONDS)
         if response is not None:
             pause_seconds = max(pause_seconds, _retry_after_seconds(response) * random.uniform(1.0, 1.25))
         if self._deadline - time.monotonic() <= pause_seconds:

@@ -24,7 +24,7 @@ _COCO_NAME_BY_GENEVAL_NAME = {"computer mouse": "mouse", "tv remote": "remote", 
 """Class names of GenEval that differ from COCO's, with the names in COCO."""
 _CONFIDENCE_THRESHOLD, _COUNTING_CONFIDENCE_THRESHOLD, _MAX_OBJECTS_PER_CLASS = 0.3, 0.9, 16
 _OVERLAP_MARGIN_FRACTION = 0.1
-_SCORE_OF_OTHER_TAGS = -10.0
+_INAPPLICABLE_TAG_SCORE = -10.0
 """Score that an item gets in `gen_eval_group` under each GenEval tag other than its own, as in Cosmos-RL."""
 
 
@@ -73,23 +73,23 @@ class GenEvalReward:
                 column.append(item_score)
             for tag, tag_scores in scores_by_tag.items():
                 is_tag_of_item = tag == item.info.get("tag") and item_scores[1] is not None
-                tag_scores.append(float(item_scores[1] or 0.0) if is_tag_of_item else _SCORE_OF_OTHER_TAGS)
+                tag_scores.append(float(item_scores[1] or 0.0) if is_tag_of_item else _INAPPLICABLE_TAG_SCORE)
         return {**score_columns, "gen_eval_group": scores_by_tag}
 
     def _score_image(self, image: Image.Image, row: Mapping[str, Any]) -> tuple[float, float, float]:
         # Drop None: parquet files give all entries of a column the same keys, with None for missing values.
-        object_requests, exclusions = (
+        object_requests, excluded_objects = (
             [{key: value for key, value in entry.items() if value is not None} for entry in entries]
             for entries in (row["include"], row.get("exclude") or [])
         )
         confidence_threshold = _COUNTING_CONFIDENCE_THRESHOLD if row["tag"] == "counting" else _CONFIDENCE_THRESHOLD
-        class_names = {entry["class"] for entry in (*object_requests, *exclusions)}
+        class_names = {entry["class"] for entry in (*object_requests, *excluded_objects)}
         objects = self.detect(image, class_names, confidence_threshold)
         colors = {name: [self.classify_color(image, each, name) for each in objects[name]] for name in class_names}
-        is_strict_only = row.get("geneval_only_strict")
-        has_all_objects = has_requested_objects(object_requests, exclusions, objects, colors) and not is_strict_only
-        partial_score, has_exact_counts = score_object_requests(object_requests, objects, colors)
-        return partial_score, float(has_all_objects), float(has_exact_counts)
+        needs_strict_score = row.get("geneval_only_strict")
+        has_all_objects = has_requested_objects(object_requests, excluded_objects, objects, colors)
+        partial_match_score, has_met_requests = score_object_requests(object_requests, objects, colors)
+        return partial_match_score, float(has_all_objects and not needs_strict_score), float(has_met_requests)
 
     def detect(self, image: Image.Image, class_names: set[str], min_confidence: float) -> dict[str, list[Detection]]:
         """Return the objects of the classes `class_names` in an image, by class, in descending order of confidence."""
@@ -133,12 +133,12 @@ ColorsByClass = Mapping[str, Sequence[str]]
 
 
 def has_requested_objects(
-    object_requests: ObjectRequests, exclusions: ObjectRequests, detections: ObjectsByClass, colors: ColorsByClass
+    object_requests: ObjectRequests, excluded_objects: ObjectRequests, detections: ObjectsByClass, colors: ColorsByClass
 ) -> bool:
     """Return True if all requested objects are present in an image, and it has fewer objects of each excluded class
-    than the `count` of that class in `exclusions`."""
+    than the `count` of that class in `excluded_objects`."""
     _, has_all_objects = score_object_requests(object_requests, detections, colors, ignores_extra_objects=True)
-    return has_all_objects and all(len(detections[each["class"]]) < each["count"] for each in exclusions)
+    return has_all_objects and all(len(detections[each["class"]]) < each["count"] for each in excluded_objects)
 
 
 def score_object_requests(
@@ -148,47 +148,49 @@ def score_object_requests(
     score is the mean over the requested counts, colours and positions; a count that is met in part has a score below 1.
     With `ignores_extra_objects`, only as many of the most confident objects of a class count as were requested."""
     matches_by_request: list[Sequence[Detection] | None] = []
-    partial_scores: list[float] = []
+    request_scores: list[float] = []
     for object_request in requests:
         class_name, requested_count = object_request["class"], object_request["count"]
         matched_objects = objects[class_name][: requested_count if ignores_extra_objects else None]
-        has_exact_count = len(matched_objects) == requested_count
-        partial_scores.append(1 - abs(requested_count - len(matched_objects)) / requested_count)
-        if not has_exact_count and ("color" in object_request or "position" in object_request):
-            partial_scores.append(0.0)
-        if has_exact_count and "color" in object_request:
+        is_request_met = len(matched_objects) == requested_count
+        request_scores.append(1 - abs(requested_count - len(matched_objects)) / requested_count)
+        if not is_request_met and ("color" in object_request or "position" in object_request):
+            request_scores.append(0.0)
+        if is_request_met and "color" in object_request:
             num_color_matches = list(colors[class_name][: len(matched_objects)]).count(object_request["color"])
-            partial_scores.append(1 - abs(requested_count - num_color_matches) / requested_count)
-            has_exact_count = num_color_matches == requested_count
-        if has_exact_count and "position" in object_request:
-            has_exact_count = _has_requested_relation(matched_objects, object_request["position"], matches_by_request)
-            partial_scores.append(float(has_exact_count))
-        matches_by_request.append(matched_objects if has_exact_count else None)
-    return sum(partial_scores) / len(partial_scores) if partial_scores else 0.0, None not in matches_by_request
+            request_scores.append(1 - abs(requested_count - num_color_matches) / requested_count)
+            is_request_met = num_color_matches == requested_count
+        if is_request_met and "position" in object_request:
+            is_request_met = _has_requested_relation(matched_objects, object_request["position"], matches_by_request)
+            request_scores.append(float(is_request_met))
+        matches_by_request.append(matched_objects if is_request_met else None)
+    return sum(request_scores) / len(request_scores) if request_scores else 0.0, None not in matches_by_request
 
 
 def _has_requested_relation(
     matched_objects: Sequence[Detection],
-    position: Sequence[Any],
+    requested_position: Sequence[Any],
     matches_by_request: Sequence[Sequence[Detection] | None],
 ) -> bool:
     """Return True if each of `matched_objects` is in the requested position relative to each object that matches an
-    earlier request. `position` has the spatial relation and the index of that earlier request."""
-    relation, anchor_request_index = position
+    earlier request. `requested_position` has the spatial relation and the index of that earlier request."""
+    relation, anchor_request_index = requested_position
     anchor_objects = matches_by_request[anchor_request_index]
     return anchor_objects is not None and all(
-        relation in spatial_relations(detection, other) for detection in matched_objects for other in anchor_objects
+        relation in find_spatial_relations(detection, anchor)
+        for detection in matched_objects
+        for anchor in anchor_objects
     )
 
 
-def spatial_relations(detection: Detection, other_detection: Detection) -> set[str]:
+def find_spatial_relations(detection: Detection, anchor_detection: Detection) -> set[str]:
     """Return the spatial relations of an object to another (left of, right of, above, below), empty if they overlap."""
-    box_corners, other_box_corners = (np.array(each.box).reshape(2, 2) for each in (detection, other_detection))
-    center_offset = box_corners.mean(0) - other_box_corners.mean(0)
-    overlap_margin = _OVERLAP_MARGIN_FRACTION * (np.ptp(box_corners, axis=0) + np.ptp(other_box_corners, axis=0))
+    box_corners, anchor_box_corners = (np.array(each.box).reshape(2, 2) for each in (detection, anchor_detection))
+    center_offset = box_corners.mean(0) - anchor_box_corners.mean(0)
+    overlap_margin = _OVERLAP_MARGIN_FRACTION * (np.ptp(box_corners, axis=0) + np.ptp(anchor_box_corners, axis=0))
     offset_beyond_margin = np.maximum(np.abs(center_offset) - overlap_margin, 0) * np.sign(center_offset)
     if np.all(np.abs(offset_beyond_margin) < 1e-3):
         return set()
     x, y = offset_beyond_margin / np.linalg.norm(center_offset)
-    holds_by_relation = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
-    return {name for name, holds in holds_by_relation.items() if holds}
+    is_true_by_relation = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
+    return {name for name, holds in is_true_by_relation.items() if holds}

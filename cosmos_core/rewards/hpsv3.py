@@ -22,9 +22,9 @@ class Hpsv3Reward:
         from hpsv3 import HPSv3RewardInferencer
 
         checkpoint_file = Path(settings.model_path or Path(settings.download_path) / _CHECKPOINT_FILE)
-        path_arguments = {"config_path": settings.options.get("config_path")}
-        path_arguments["checkpoint_path"] = str(checkpoint_file) if checkpoint_file.is_file() else None
-        non_empty_paths = {name: path for name, path in path_arguments.items() if path}
+        path_by_parameter = {"config_path": settings.options.get("config_path")}
+        path_by_parameter["checkpoint_path"] = str(checkpoint_file) if checkpoint_file.is_file() else None
+        non_empty_paths = {name: path for name, path in path_by_parameter.items() if path}
         self._inferencer = HPSv3RewardInferencer(device=select_device(settings), **non_empty_paths)
         self._returns_sigma = bool(settings.options.get("sigma", False))
 

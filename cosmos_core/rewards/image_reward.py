@@ -64,14 +64,15 @@ class ImageRewardReward:
         import torch
 
         pixel_values = np.stack([_preprocess_image(middle_image(item.media), self._image_size) for item in items])
-        tokens = self._tokenizer(
+        text_inputs = self._tokenizer(
             [item.prompt for item in items], padding="max_length", truncation=True, max_length=_MAX_TEXT_TOKENS,
             return_tensors="pt",
         ).to(self._device)  # fmt: skip
         with torch.inference_mode():
             features = self._vision_encoder(torch.from_numpy(pixel_values).to(self._device)).last_hidden_state
             text_hidden_states = self._text_encoder(
-                input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"], encoder_hidden_states=features,
+                input_ids=text_inputs["input_ids"], attention_mask=text_inputs["attention_mask"],
+                encoder_hidden_states=features,
                 encoder_attention_mask=torch.ones(features.shape[:2], dtype=torch.long, device=self._device),
             ).last_hidden_state  # fmt: skip
             rewards = (self._linear_layers(text_hidden_states[:, 0]).squeeze(-1) - _REWARD_MEAN) / _REWARD_STD

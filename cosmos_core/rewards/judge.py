@@ -67,8 +67,13 @@ def _build_request(judge_config: Mapping[str, Any], template_fields: Mapping[str
     user_message = _PLACEHOLDER_PATTERN.sub(lambda match: template_fields[match[1]], judge_config["template"])
     highest_score = judge_config["highest_score"]
     score_schema = {"type": "integer", "minimum": 0, "maximum": highest_score}
-    reply_fields = {"reason": {"type": "string"}, "score": score_schema}
-    schema = {"type": "object", "properties": reply_fields, "required": [*reply_fields], "additionalProperties": False}
+    reply_properties = {"reason": {"type": "string"}, "score": score_schema}
+    reply_schema = {
+        "type": "object",
+        "properties": reply_properties,
+        "required": [*reply_properties],
+        "additionalProperties": False,
+    }
     return {
         "model": judge_config["model"],
         "messages": [
@@ -77,7 +82,7 @@ def _build_request(judge_config: Mapping[str, Any], template_fields: Mapping[str
         ],
         "temperature": judge_config["temperature"],
         "max_tokens": judge_config["max_tokens"],
-        "response_format": {"type": "json_schema", "json_schema": {"name": "judgement", "schema": schema}},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "judgement", "schema": reply_schema}},
     }
 
 

@@ -80,9 +80,10 @@ def _normalise_text(text: str) -> str:
 
 
 def _levenshtein_distance(first_text: str, second_text: str) -> int:
-    distances = list(range(len(second_text) + 1))
+    edit_distances = list(range(len(second_text) + 1))
     for i, a in enumerate(first_text, 1):
-        diagonal, distances[0] = distances[0], i
+        diagonal, edit_distances[0] = edit_distances[0], i
         for j, b in enumerate(second_text, 1):
-            diagonal, distances[j] = distances[j], min(distances[j] + 1, distances[j - 1] + 1, diagonal + (a != b))
-    return distances[-1]
+            substitution_distance, diagonal = diagonal + (a != b), edit_distances[j]
+            edit_distances[j] = min(edit_distances[j] + 1, edit_distances[j - 1] + 1, substitution_distance)
+    return edit_distances[-1]

@@ -24,11 +24,11 @@ from cosmos_core.job_signals import JOB_SIGNALS, ignore_job_signals
 from cosmos_core.observe.logs import configure_logging
 from cosmos_core.parent import kill_with_parent
 
-START_TIMEOUT_SECONDS = 120.0
+WORKER_START_TIMEOUT = 120.0
 """Timeout in seconds for the start of a worker process, including imports; a user module may import a large package."""
-_WAIT_INTERVAL_SECONDS = 1.0
+_FUTURES_POLL_SECONDS = 1.0
 
-_EXIT_PAUSE_SECONDS = 0.1
+_PAUSE_AFTER_WORKER_EXIT_SECONDS = 0.1
 """Pause in seconds after a worker process has ended, so that pebble reads the last acknowledgement of a call from it.
 Without the pause, the call in that process would fail only at its deadline."""
 
@@ -37,7 +37,7 @@ class WorkerPool(ABC):
     """Context manager that owns a pool of worker processes and replaces a broken pool."""
 
     _num_workers: int
-    _environment_names: tuple[str, ...]
+    _env_variable_names: tuple[str, ...]
     """Names of the environment variables that the worker processes see in addition to standard ones."""
     _pool: ProcessPool | None = None
 
@@ -65,8 +65,8 @@ class WorkerPool(ABC):
         new pool."""
         self.close()
         spawn_context = SpawnContext()
-        spawn_context.Process = partial(_WorkerProcess, self._environment_names)  # type: ignore[assignment,misc]
-        initargs = (*arguments, self._environment_names, os.getpid())
+        spawn_context.Process = partial(_WorkerProcess, self._env_variable_names)  # type: ignore[assignment,misc]
+        initargs = (*arguments, self._env_variable_names, os.getpid())
         self._pool = ProcessPool(self._num_workers, initializer=initializer, initargs=initargs, context=spawn_context)
         return self._pool
 
@@ -79,9 +79,9 @@ class _WorkerProcess(SpawnProcess):
 
     _is_terminated = False
 
-    def __init__(self, environment_names: tuple[str, ...], **kwargs: Any) -> None:
+    def __init__(self, env_variable_names: tuple[str, ...], **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.environment_names = environment_names
+        self.env_variable_names = env_variable_names
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
@@ -91,7 +91,7 @@ class _WorkerProcess(SpawnProcess):
         """Kill the process group with SIGKILL, because Python does not handle SIGTERM during a loop in C code."""
         self._is_terminated = True
         if self.pid:
-            kill_group(self.pid, has_ended=self.exitcode is not None)
+            kill_group(self.pid, has_process_ended=self.exitcode is not None)
         self.kill()  # kill also the process itself, because its group may not exist right after its start
 
     def is_alive(self) -> bool:
@@ -104,8 +104,8 @@ class _WorkerProcess(SpawnProcess):
                 self._popen.returncode = -signal.SIGKILL  # type: ignore[attr-defined]
                 is_alive = False
         if not is_alive and not self._is_terminated and self.pid:
-            kill_group(self.pid, has_ended=True)
-            time.sleep(_EXIT_PAUSE_SECONDS)
+            kill_group(self.pid, has_process_ended=True)
+            time.sleep(_PAUSE_AFTER_WORKER_EXIT_SECONDS)
         return is_alive
 
 
@@ -130,7 +130,7 @@ class _Popen(popen_spawn_posix.Popen):
             python_command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_read_fd)
             inherited_descriptors = (*self._fds, tracker_fd, child_read_fd, child_sentinel_fd)  # type: ignore[attr-defined]
             file_actions = [(os.POSIX_SPAWN_DUP2, descriptor, descriptor) for descriptor in inherited_descriptors]
-            environment = environment_for_user_code(process_obj.environment_names)
+            environment = environment_for_user_code(process_obj.env_variable_names)
             self.pid = os.posix_spawn(
                 spawn.get_executable(), python_command, environment, file_actions=file_actions, setsigmask=JOB_SIGNALS
             )
@@ -141,19 +141,19 @@ class _Popen(popen_spawn_posix.Popen):
             pipe_file.write(pickled_process.getbuffer())
 
 
-def kill_group(pid: int, *, has_ended: bool) -> None:
+def kill_group(pid: int, *, has_process_ended: bool) -> None:
     """Kill the process group of a process, and all its descendants in other sessions unless the process has ended."""
-    descendants: list[psutil.Process] = []
+    descendant_processes: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
-        descendants = [] if has_ended else psutil.Process(pid).children(recursive=True)
+        descendant_processes = [] if has_process_ended else psutil.Process(pid).children(recursive=True)
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    for process in descendants:
+    for process in descendant_processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
 
 
-def init_worker(environment_names: Sequence[str], parent_pid: int) -> None:
+def init_worker(env_variable_names: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process: it leads a process group, ends with its parent, and sees no secrets."""
     os.setpgid(0, 0)
     kill_with_parent(parent_pid)
@@ -169,14 +169,14 @@ def init_worker(environment_names: Sequence[str], parent_pid: int) -> None:
     # Let the kernel kill this process first if memory runs out, unless the machine is a sandbox without /proc.
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
-    mask_secrets(environment_names)
+    mask_secrets(env_variable_names)
 
 
 def wait_for_futures(futures: Iterable[Future[Any]], max_idle_seconds: float, on_wait: Callable[[], None]) -> bool:
     """Wait for futures and call `on_wait` every second; return False if none finishes within `max_idle_seconds`."""
     pending_futures, last_progress_time = set(futures), time.monotonic()
     while pending_futures:
-        done_futures, pending_futures = wait(pending_futures, _WAIT_INTERVAL_SECONDS)
+        done_futures, pending_futures = wait(pending_futures, _FUTURES_POLL_SECONDS)
         on_wait()
         last_progress_time = time.monotonic() if done_futures else last_progress_time
         if time.monotonic() - last_progress_time > max_idle_seconds:

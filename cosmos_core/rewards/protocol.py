@@ -19,18 +19,18 @@ from cosmos_core.rewards.torch_file import ZIP_SIGNATURE, NotATensorError, read_
 ENQUEUE_PATH = "/api/reward/enqueue"
 PULL_PATH = "/api/reward/pull"
 PING_PATH = "/api/reward/ping"
-LATENT_ATTR_PATH = "/api/reward/latent_attr"
+LATENT_ATTRIBUTES_PATH = "/api/reward/latent_attr"
 
 REPLICA_HEADER = "X-Lepton-Replica-Target"
 """HTTP header of a pull, the request for scores. The value of the header names the replica that has the scores."""
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 """HTTP header of an enqueue with the uuid of the request, so that a request that is sent twice is scored once."""
-STATE_HEADER = "X-Reward-State"
+REQUEST_STATE_HEADER = "X-Reward-State"
 """HTTP header of a response without scores: `pending`, or `unknown` if the service does not have the request."""
 
 MAX_JSON_BYTES = 16 * 2**20
 _MAX_NPY_HEADER_BYTES = 4096
-_MAX_AXES = 5
+_MAX_NDIM = 5
 _MAX_JSON_DEPTH = 32
 _SUPPORTED_DTYPES = {"|u1", "<f2", "<f4", "<f8"}
 
@@ -51,19 +51,19 @@ def decode_request(request_body: bytes | bytearray | memoryview) -> tuple[dict[s
     """Return the JSON fields and the array in the HTTP body of an enqueue; the array is a read-only view of the body.
     Raise `ProtocolError` if the body does not have the format of the protocol."""
     body_view = memoryview(request_body)
-    leading_bytes = bytes(body_view[: MAX_JSON_BYTES + 1])
-    newline_index = leading_bytes.find(b"\n")
+    body_prefix = bytes(body_view[: MAX_JSON_BYTES + 1])
+    newline_index = body_prefix.find(b"\n")
     if newline_index < 0:
         raise ProtocolError(f"no newline within {MAX_JSON_BYTES} bytes; the body is one line of JSON, then an array")
-    json_fields, array_bytes = _parse_json_fields(leading_bytes[:newline_index]), body_view[newline_index + 1 :]
+    json_fields, array_bytes = _parse_json_fields(body_prefix[:newline_index]), body_view[newline_index + 1 :]
     if bytes(array_bytes[:4]) != ZIP_SIGNATURE:
         return json_fields, decode_array(array_bytes)
     try:
         array = read_tensor(array_bytes)
     except NotATensorError as error:
         raise ProtocolError(f"the array was saved by torch, and {error}") from error
-    if not 1 <= array.ndim <= _MAX_AXES:
-        raise ProtocolError(f"the tensor has {array.ndim} axes; from one to {_MAX_AXES} are read")
+    if not 1 <= array.ndim <= _MAX_NDIM:
+        raise ProtocolError(f"the tensor has {array.ndim} axes; from one to {_MAX_NDIM} are read")
     return json_fields, array
 
 
@@ -76,12 +76,14 @@ def decode_array(npy_bytes: memoryview) -> np.ndarray:
         version = np.lib.format.read_magic(header_stream)
         if version not in {(1, 0), (2, 0)}:
             raise ProtocolError(f"the array has format version {version}; 1.0 and 2.0 are read")
-        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran_order, array_dtype = read_header(header_stream, max_header_size=_MAX_NPY_HEADER_BYTES)  # type: ignore[call-arg]
+        read_npy_header = (
+            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        )
+        shape, is_fortran_order, array_dtype = read_npy_header(header_stream, max_header_size=_MAX_NPY_HEADER_BYTES)  # type: ignore[call-arg]
     if array_dtype.str not in _SUPPORTED_DTYPES:
         raise ProtocolError(f"the array is of {array_dtype.str!r}; uint8, float16, float32 and float64 are read")
-    if not 1 <= len(shape) <= _MAX_AXES or any(type(axis_size) is not int or axis_size < 0 for axis_size in shape):
-        raise ProtocolError(f"the array has the shape {str(shape)[:100]}; from one to {_MAX_AXES} axes are read")
+    if not 1 <= len(shape) <= _MAX_NDIM or any(type(axis_size) is not int or axis_size < 0 for axis_size in shape):
+        raise ProtocolError(f"the array has the shape {str(shape)[:100]}; from one to {_MAX_NDIM} axes are read")
     data_offset, num_bytes = header_stream.tell(), math.prod(shape) * array_dtype.itemsize
     if len(npy_bytes) - data_offset != num_bytes:
         raise ProtocolError(f"the array has {len(npy_bytes) - data_offset} bytes; its shape and dtype make {num_bytes}")

@@ -34,7 +34,7 @@ from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.wan_latents import WanVae
 from cosmos_core.types import Group, Score, ScoredGroup
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -85,7 +85,7 @@ class RemoteRewards:
                 break
             if attempt:
                 log_message = "%d completions have no score (%s); they are sent again"
-                log.warning(log_message, len(unscored_indices), scores[unscored_indices[0]].error)
+                logger.warning(log_message, len(unscored_indices), scores[unscored_indices[0]].error)
             for i in unscored_indices:
                 scores[i] = _CompletionScores()
             # Score in the event loop of another thread, so that this thread can call `on_wait`.
@@ -177,13 +177,17 @@ class RemoteRewards:
         if any(request.get("reference") for request in requests):
             request_fields["references"] = [request.get("reference") or "" for request in requests]
         # Send the columns of the rows as `metadata`, and those of the reward `gen_eval` in its own fields.
-        rows = [{k: v for k, v in (request.get("metadata") or {}).items() if k != "video_fps"} for request in requests]
-        if all("include" in row and "tag" in row for row in rows):
-            request_fields |= {f"geneval_{name}s": [row.pop(name) for row in rows] for name in ("tag", "include")}
-            if any("exclude" in row for row in rows):
-                request_fields["geneval_excludes"] = [row.pop("exclude", []) for row in rows]
-        if any(rows):
-            request_fields["metadata"] = rows
+        metadata_rows = [
+            {k: v for k, v in (request.get("metadata") or {}).items() if k != "video_fps"} for request in requests
+        ]
+        if all("include" in row and "tag" in row for row in metadata_rows):
+            request_fields |= {
+                f"geneval_{name}s": [row.pop(name) for row in metadata_rows] for name in ("tag", "include")
+            }
+            if any("exclude" in row for row in metadata_rows):
+                request_fields["geneval_excludes"] = [row.pop("exclude", []) for row in metadata_rows]
+        if any(metadata_rows):
+            request_fields["metadata"] = metadata_rows
         return encode_request(to_json_value(request_fields), media_array)
 
     def _encode_videos(self, videos: Sequence[np.ndarray]) -> tuple[str, np.ndarray]:
@@ -230,14 +234,16 @@ def _record_scores(
             f"{', '.join(sorted(score_columns))}, or to several with +"
         )
     for i, completion_scores in enumerate(batch):
-        has_failed = _has_item_failed(score_columns, i)
-        numbers = [None if has_failed else _read_finite_number(score_columns[k], i, len(batch)) for k in score_keys]
-        if None in numbers:
+        is_item_failed = _has_item_failed(score_columns, i)
+        score_values = [
+            None if is_item_failed else _read_finite_number(score_columns[k], i, len(batch)) for k in score_keys
+        ]
+        if None in score_values:
             item_error = errors[i] if isinstance(errors, list) and len(errors) == len(batch) and errors[i] else ""
             item_error = item_error or "the response has no number for it"
             completion_scores.record_missing_score(reward, item_error, is_service_error=True)
             continue
-        total_score = math.fsum(v for v in numbers if v is not None)
+        total_score = math.fsum(v for v in score_values if v is not None)
         completion_scores.scores[reward] = reward.clip_score(total_score)
         # A function of weight 0 is only logged, so its score is not clipped.
         metric = completion_scores.scores[reward] if reward.weight else total_score

@@ -97,11 +97,11 @@ def load_scorer(name: str, import_path: str, settings: RewardModelSettings) -> S
     """Load a reward model by name, or by the `import_path` of user code. Raise `RewardError` if the reward is
     missing or cannot be loaded; the message names the packages to install."""
     if import_path:
-        user_object = import_user_code(import_path)
-        if isclass(user_object) and hasattr(user_object, "score"):
-            return cast(Callable[[RewardModelSettings], Scorer], user_object)(settings)
+        imported_object = import_user_code(import_path)
+        if isclass(imported_object) and hasattr(imported_object, "score"):
+            return cast(Callable[[RewardModelSettings], Scorer], imported_object)(settings)
         return FunctionReward(name, load_reward(import_path), settings)
-    if has_model(name):
+    if is_model_reward(name):
         return load_class(name, REWARDS_PACKAGE, "Reward")(settings)
     reward_names = sorted({*list_defined_names(REWARDS_PACKAGE, "Reward"), *list_defined_names(REWARDS_PACKAGE)})
     if name not in reward_names:
@@ -147,7 +147,7 @@ def require_packages(reward: str, install_hint: str, *module_names: str) -> None
         raise RewardError(f"the reward {reward!r} needs {', '.join(missing_names)}, not installed here; {install_hint}")
 
 
-def has_model(reward_name: str) -> bool:
+def is_model_reward(reward_name: str) -> bool:
     """Return whether a built-in reward function scores with a model, which `open_model` loads."""
     return reward_name in list_defined_names(REWARDS_PACKAGE, "Reward")
 

@@ -29,15 +29,15 @@ from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.machine_properties import count_usable_cores
 from cosmos_core.registry import is_import_path
 from cosmos_core.rewards.base import Reward, error_on_one_line, load_reward, make_reward_request, metric_names
-from cosmos_core.rewards.process import START_TIMEOUT_SECONDS, WorkerPool, describe_exit, init_worker, wait_for_futures
-from cosmos_core.rewards.reward_model import has_model, open_model
+from cosmos_core.rewards.process import WORKER_START_TIMEOUT, WorkerPool, describe_exit, init_worker, wait_for_futures
+from cosmos_core.rewards.reward_model import is_model_reward, open_model
 from cosmos_core.transient import is_transient
 from cosmos_core.types import Group, Score, ScoredGroup
 
 ScoreGroupsFn = Callable[[Sequence[Group]], list[ScoredGroup]]
 """Function that scores every completion of each group."""
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_SECONDS = 900.0  # maximum number of seconds to load the rewards, which may first download their models
 _MAX_BROKEN_POOLS = 3  # maximum number of broken pools per call of `score`; an idle process that dies breaks its pool
@@ -70,12 +70,12 @@ class RewardRunner(WorkerPool):
     """Runner that scores completions by a weighted sum of rewards in worker processes.
 
     `timeout_seconds` is the deadline of each call of a reward function, unless `timeout_by_reward` has another; a
-    call that ends its process is retried up to `retries` times. `constant_fields` are the values of
+    call that ends its process is retried up to `retries` times. `request_constants` are the values of
     `base.REWARD_PARAMETERS` that are the same for each completion; `on_wait` is called while the runner waits. If the
     first calls of a reward all time out, its other calls are cancelled. The processes see standard environment
-    variables and `environment_names`. With `calls_per_group`, user functions are called once for all completions of a
-    prompt, with one deadline; if the call fails, these completions are all invalid. Only one thread scores at a time.
-    Entering the runner, and a call that replaces all processes, raise `RewardError` if a reward cannot be loaded.
+    variables and `env_variable_names`. With `scores_whole_groups`, user functions are called once for all completions
+    of a prompt, with one deadline; if the call fails, these completions are all invalid. Only one thread scores at a
+    time. Entering the runner, and a call that replaces all processes, raise `RewardError` if a reward cannot be loaded.
     """
 
     def __init__(  # noqa: PLR0913 - all are settings, most with a default
@@ -86,23 +86,27 @@ class RewardRunner(WorkerPool):
         timeout_by_reward: Mapping[str, float] | None = None,
         num_workers: int | None = None,
         retries: int = 1,
-        constant_fields: Mapping[str, Any] | None = None,
-        environment_names: Sequence[str] = (),
+        request_constants: Mapping[str, Any] | None = None,
+        env_variable_names: Sequence[str] = (),
         on_wait: Callable[[], None] = lambda: None,
-        calls_per_group: bool = False,
+        scores_whole_groups: bool = False,
     ) -> None:
         """Set up the runner; `num_workers` None starts one worker process per core, or one in all if a reward has a
         model."""
         self._reward_weights = weights
-        self._group_reward_names = {name for name in weights if calls_per_group and is_import_path(name)}
+        self._group_reward_names = {name for name in weights if scores_whole_groups and is_import_path(name)}
         self._image_reward_names: set[str] = set()
         self._metric_names = metric_names(weights)
         self._default_timeout_seconds, self._retries, self._has_loaded_rewards = timeout_seconds, retries, False
         self._timeout_by_reward = timeout_by_reward or {}
-        self._num_workers = num_workers or (1 if any(map(has_model, weights)) else count_usable_cores())
+        self._num_workers = num_workers or (1 if any(map(is_model_reward, weights)) else count_usable_cores())
         self._max_timeouts = _MAX_TIMEOUTS_PER_WORKER * self._num_workers
-        self._constant_fields = {"custom": {}, **(constant_fields or {})}
-        self._environment_names, self._on_wait, self._scoring_lock = tuple(environment_names), on_wait, threading.Lock()
+        self._request_constants = {"custom": {}, **(request_constants or {})}
+        self._env_variable_names, self._on_wait, self._scoring_lock = (
+            tuple(env_variable_names),
+            on_wait,
+            threading.Lock(),
+        )
 
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return the groups, in order, each with one score per completion."""
@@ -130,10 +134,10 @@ class RewardRunner(WorkerPool):
                 request_batches = [requests] if takes_lists else [[request] for request in requests]
                 reward_calls += [_RewardCall(name, batch, takes_lists) for batch in request_batches if batch]
         with cleanup_on_error(self.close), self._scoring_lock:  # after an error, kill processes that still run calls
-            results = itertools.chain.from_iterable(self._run_reward_calls(reward_calls))
+            reward_results = itertools.chain.from_iterable(self._run_reward_calls(reward_calls))
         scores = []
         for group, weights in zip(request_groups, reward_weights_by_group, strict=True):
-            results_by_reward = [[next(results) for _ in group] for _ in weights]
+            results_by_reward = [[next(reward_results) for _ in group] for _ in weights]
             scores.append(tuple(self._combine_results(each, weights) for each in zip(*results_by_reward, strict=True)))
         return scores
 
@@ -143,7 +147,7 @@ class RewardRunner(WorkerPool):
         or if the process exits although an earlier pool of this runner has loaded the rewards."""
         reward_names = list(self._reward_weights)
         failure_prefix = f"loading the rewards {', '.join(reward_names)} failed"
-        process_pool = self._replace_pool(_start_worker, reward_names, self._constant_fields)
+        process_pool = self._replace_pool(_start_worker, reward_names, self._request_constants)
         try:
             with cleanup_on_error(self.close):
                 load_future = process_pool.schedule(_load_rewards, args=(reward_names,))
@@ -162,24 +166,24 @@ class RewardRunner(WorkerPool):
         """Return the results of each call of a reward function. Calls that ended their worker process are retried when
         all other calls are done, unless the remaining calls of that reward function were cancelled."""
         results_by_call: list[list[_RewardResult]] = [[]] * len(reward_calls)
-        pending_indices = list(range(len(reward_calls)))
+        pending_call_indices = list(range(len(reward_calls)))
         attempt, num_broken_pools = 1, 0
-        while pending_indices and attempt <= self._retries + 1 and num_broken_pools <= _MAX_BROKEN_POOLS:
+        while pending_call_indices and attempt <= self._retries + 1 and num_broken_pools <= _MAX_BROKEN_POOLS:
             process_pool = self._get_working_pool()
             call_futures = {
                 i: process_pool.schedule(
                     _score_completions, args=reward_calls[i], timeout=self._get_timeout_seconds(reward_calls[i].reward)
                 )
-                for i in pending_indices
+                for i in pending_call_indices
             }
             cancelled_rewards: set[str] = set()
             rewards_and_futures = [(reward_calls[i].reward, future) for i, future in call_futures.items()]
             cancel_hanging_rewards = partial(self._cancel_hanging_rewards, rewards_and_futures, cancelled_rewards)
-            max_call_seconds = max(self._get_timeout_seconds(reward_calls[i].reward) for i in pending_indices)
-            max_wait_seconds = max_call_seconds + START_TIMEOUT_SECONDS
+            max_call_seconds = max(self._get_timeout_seconds(reward_calls[i].reward) for i in pending_call_indices)
+            max_wait_seconds = max_call_seconds + WORKER_START_TIMEOUT
             if not wait_for_futures(call_futures.values(), max_wait_seconds, cancel_hanging_rewards):
                 self.close()  # the pool is unusable: a call was lost with its process, or no process started
-            pending_indices, is_pool_broken = [], False
+            pending_call_indices, is_pool_broken = [], False
             for i, future in call_futures.items():
                 reward = reward_calls[i].reward
                 try:
@@ -189,11 +193,13 @@ class RewardRunner(WorkerPool):
                     error_text = self._describe_failure(error, reward)
                     results_by_call[i] = [_RewardResult(error=error_text)] * len(reward_calls[i].requests)
                     if reward not in cancelled_rewards:
-                        pending_indices.append(i)
-                        log.warning("reward %s: %s (attempt %d of %d)", reward, error_text, attempt, self._retries + 1)
+                        pending_call_indices.append(i)
+                        logger.warning(
+                            "reward %s: %s (attempt %d of %d)", reward, error_text, attempt, self._retries + 1
+                        )
             for reward in cancelled_rewards:
-                log.warning("reward %s: its first %d calls were not done in %g s; the rest is given up",
-                            reward, self._max_timeouts, self._get_timeout_seconds(reward))  # fmt: skip
+                logger.warning("reward %s: its first %d calls were not done in %g s; the rest is given up",
+                               reward, self._max_timeouts, self._get_timeout_seconds(reward))  # fmt: skip
             attempt, num_broken_pools = attempt + (not is_pool_broken), num_broken_pools + is_pool_broken
         return results_by_call
 
@@ -222,12 +228,12 @@ class RewardRunner(WorkerPool):
             return f"given up, because the {self._max_timeouts} calls before were {timeout_text}"
         return timeout_text
 
-    def _combine_results(self, results: Sequence[_RewardResult], weights: Mapping[str, float]) -> Score:
+    def _combine_results(self, reward_results: Sequence[_RewardResult], weights: Mapping[str, float]) -> Score:
         weighted_sum, metrics, error_texts, is_permanent_error = 0.0, {}, [], False
-        weighted_results = [result for result, weight in zip(results, weights.values(), strict=True) if weight]
+        weighted_results = [result for result, weight in zip(reward_results, weights.values(), strict=True) if weight]
         if weighted_results and not any(result.raw_score is not None or result.error for result in weighted_results):
             return Score(None, error="no reward applies to it: each returned None", is_permanent_error=True)
-        for (reward, weight), result in zip(weights.items(), results, strict=True):
+        for (reward, weight), result in zip(weights.items(), reward_results, strict=True):
             metric_name = self._metric_names[reward]
             if result.raw_score is None:
                 if weight and result.error:
@@ -244,18 +250,21 @@ class RewardRunner(WorkerPool):
 
 # The code below runs in the worker processes.
 
-_constant_fields: dict[str, Any] = {}
+_request_constants: dict[str, Any] = {}
 _logged_errors: set[tuple[str, type]] = set()
 """Reward and error class pairs that were already logged, so that the log shows one traceback for each."""
 
 
 def _start_worker(
-    reward_names: Sequence[str], constant_fields: Mapping[str, Any], environment_names: Sequence[str], parent_pid: int
+    reward_names: Sequence[str],
+    request_constants: Mapping[str, Any],
+    env_variable_names: Sequence[str],
+    parent_pid: int,
 ) -> None:
     """Prepare a worker process and load the rewards; ignore `RewardError`, which `_load_rewards` raises again."""
-    init_worker(environment_names, parent_pid)
-    mask_secrets(secret_values=find_secrets(constant_fields["custom"]))
-    _constant_fields.update(constant_fields)
+    init_worker(env_variable_names, parent_pid)
+    mask_secrets(secret_values=find_secrets(request_constants["custom"]))
+    _request_constants.update(request_constants)
     with suppress(RewardError):
         _load_rewards(reward_names)
 
@@ -266,8 +275,8 @@ def _load_rewards(reward_names: Sequence[str]) -> tuple[set[str], set[str]]:
     binding_by_reward = {name: _load_cached_reward(name).binding for name in reward_names}
     group_reward_names = {name for name, binding in binding_by_reward.items() if binding.takes_whole_group}
     image_reward_names = {name for name, binding in binding_by_reward.items() if binding.takes_images}
-    for name in filter(has_model, reward_names):
-        open_model(name, _constant_fields["custom"])
+    for name in filter(is_model_reward, reward_names):
+        open_model(name, _request_constants["custom"])
     return group_reward_names, image_reward_names
 
 
@@ -276,12 +285,14 @@ _load_cached_reward = cache(load_reward)
 
 def _score_completions(name: str, requests: Sequence[Mapping[str, Any]], takes_lists: bool) -> list[_RewardResult]:
     reward = _load_cached_reward(name)
-    request_fields = [{**request, **_constant_fields} for request in requests]
+    request_fields = [{**request, **_request_constants} for request in requests]
     try:
-        results = reward.score_group(request_fields) if takes_lists else [reward(item) for item in request_fields]
+        reward_results = (
+            reward.score_group(request_fields) if takes_lists else [reward(item) for item in request_fields]
+        )
         return [
             _make_error_result(reward, each) if isinstance(each, ValueError) else _RewardResult(*(each or ()))
-            for each in results
+            for each in reward_results
         ]
     except BaseException as error:  # noqa: BLE001 - user code may raise any error, and the parent needs a result
         if (name, type(error)) not in _logged_errors:

@@ -26,7 +26,7 @@ _DTYPE_BY_STORAGE_TYPE: dict[str, np.dtype[Any]] = {
 }  # fmt: skip
 _REBUILD_TENSOR_FUNCTION = ("torch._utils", "_rebuild_tensor_v2")
 _HOOKS_DICT_TYPE = ("collections", "OrderedDict")
-_PICKLE_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_CONSTANT_BY_OPCODE_NAME = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _PICKLE_MARK = object()
 
 
@@ -60,16 +60,19 @@ def read_tensor(file_bytes: memoryview) -> np.ndarray:
         raise NotATensorError("its numbers are not little-endian")
     error_prefix = "its description is none of a tensor: "
     with convert_errors(lambda error: NotATensorError(error_prefix + type(error).__name__), NotATensorError):
-        storage_ref, offset, shape, strides = _parse_tensor(bytes(pickle_bytes))
+        storage_ref, storage_offset, shape, strides = _parse_tensor(bytes(pickle_bytes))
     dtype = _DTYPE_BY_STORAGE_TYPE[storage_ref.type_name]
     tensor_bytes = archive_files.get(f"{archive_root}/data/{storage_ref.key}")
     if tensor_bytes is None or len(tensor_bytes) != storage_ref.num_elements * dtype.itemsize:
         raise NotATensorError("its numbers are not there, or not as many as it says")
     strides = tuple(stride if axis_size > 1 else 0 for axis_size, stride in zip(shape, strides, strict=True))
-    max_index = offset + sum((axis_size - 1) * stride for axis_size, stride in zip(shape, strides, strict=True))
-    if not 0 < math.prod(shape) <= storage_ref.num_elements or max_index >= storage_ref.num_elements:
+    max_element_index = storage_offset + sum(
+        (axis_size - 1) * stride for axis_size, stride in zip(shape, strides, strict=True)
+    )
+    if not 0 < math.prod(shape) <= storage_ref.num_elements or max_element_index >= storage_ref.num_elements:
         raise NotATensorError("it is empty, or its shape goes beyond its numbers")
-    flat_array, byte_strides = np.frombuffer(tensor_bytes, dtype)[offset:], [each * dtype.itemsize for each in strides]
+    flat_array = np.frombuffer(tensor_bytes, dtype)[storage_offset:]
+    byte_strides = [each * dtype.itemsize for each in strides]
     tensor = np.lib.stride_tricks.as_strided(flat_array, shape, byte_strides, writeable=False)
     return np.ascontiguousarray(tensor).view(np.uint8) if storage_ref.type_name == "BFloat16Storage" else tensor
 
@@ -88,11 +91,11 @@ def _read_zip_files(file_bytes: memoryview) -> dict[str, memoryview]:
         if not 0 <= header_offset <= len(file_bytes) - 30 or header_signature != ZIP_SIGNATURE:
             raise NotATensorError("its directory is wrong")
         name_length, extra_field_length = struct.unpack_from("<2H", file_bytes, header_offset + 26)
-        content_offset = header_offset + 30 + name_length + extra_field_length
-        content_end = content_offset + zip_entry.file_size
-        if content_end > len(file_bytes):
+        entry_data_offset = header_offset + 30 + name_length + extra_field_length
+        entry_data_end = entry_data_offset + zip_entry.file_size
+        if entry_data_end > len(file_bytes):
             raise NotATensorError("it is cut off")
-        archive_files[zip_entry.filename] = file_bytes[content_offset:content_end]
+        archive_files[zip_entry.filename] = file_bytes[entry_data_offset:entry_data_end]
     if len({name.partition("/")[0] for name in archive_files}) != 1:
         raise NotATensorError("it is an archive of something else")
     return archive_files
@@ -127,7 +130,7 @@ def _interpret_pickle(pickle_bytes: bytes) -> Any:
             case "BINGET" | "LONG_BINGET":
                 pickle_stack.append(pickle_memo[opcode_argument])
             case "NONE" | "NEWTRUE" | "NEWFALSE" | "EMPTY_TUPLE":
-                pickle_stack.append(_PICKLE_CONSTANTS[opcode.name])
+                pickle_stack.append(_CONSTANT_BY_OPCODE_NAME[opcode.name])
             case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINUNICODE" | "SHORT_BINUNICODE":
                 pickle_stack.append(opcode_argument)
             case "GLOBAL":

@@ -36,9 +36,10 @@ class WanVae:
             else:
                 vae = AutoencoderKLWan.from_pretrained(path, torch_dtype=self._dtype)
         except (OSError, ValueError, RuntimeError, LookupError) as error:
-            reason = " ".join(str(error).split())[:300]
+            error_text = " ".join(str(error).split())[:300]
             raise RewardError(
-                f"{setting_name} = {path!r}: {reason}; give a Wan VAE in diffusers' format, or Wan2.1_VAE.pth, or none"
+                f"{setting_name} = {path!r}: {error_text}; give a Wan VAE in diffusers' format, or Wan2.1_VAE.pth, or "
+                "none"
             ) from error
         self._vae = vae.to(self._device).eval().requires_grad_(False)
         self._latents_mean, self._latents_std = (

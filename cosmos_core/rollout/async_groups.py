@@ -19,7 +19,14 @@ from cosmos_core.parallel.mesh import broadcast_object, is_first_rank
 from cosmos_core.rewards.runner import ScoreGroupsFn
 from cosmos_core.rollout.base import reseed
 from cosmos_core.rollout.fleet import EngineFleet
-from cosmos_core.rollout.groups import GroupFilter, GroupPlan, check_scores, filter_metrics, group_metrics, lag_metrics
+from cosmos_core.rollout.groups import (
+    GroupFilter,
+    GroupPlan,
+    check_scores,
+    compute_filter_metrics,
+    compute_group_metrics,
+    compute_lag_metrics,
+)
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.types import Group, JsonValue, Prompt, Sampling, ScoredGroup
 
@@ -68,7 +75,7 @@ class AsyncGroupSource:
     """Number of the train step that will use the first unused prompt."""
     _num_groups_needed: int | None = None
     """Number of groups that the current train step needs; None: the number in `group_plan`."""
-    _request_position: int = 0
+    _next_request_position: int = 0
     """Position, in the order of the data, of the next prompt to send to an engine."""
     _group_futures: dict[int, Future[Group]] = field(default_factory=dict)
     _scored_groups: dict[int, ScoredGroup] = field(default_factory=dict)
@@ -94,9 +101,9 @@ class AsyncGroupSource:
             self._next_step = step
             self._num_groups_needed = num_groups
             if self.group_filter is None:
-                self._first_unused_position = self.group_plan.first_position(step)
+                self._first_unused_position = self.group_plan.get_first_position(step)
         if self._rollout_thread is None and is_first_rank():
-            self._request_position = self._first_unused_position
+            self._next_request_position = self._first_unused_position
             self._rollout_thread = threading.Thread(target=self._run_rollouts, daemon=True, name="rollouts")
             self._rollout_thread.start()
         self.progress.phase("generate")
@@ -114,8 +121,8 @@ class AsyncGroupSource:
             self._is_training_waiting = False
         self.engine_fleet.sleep()
         with self._state_condition:
-            for position in range(self._first_unused_position, self._first_unused_position + len(sampled_groups)):
-                self._scored_groups.pop(position, None)
+            for group_position in range(self._first_unused_position, self._first_unused_position + len(sampled_groups)):
+                self._scored_groups.pop(group_position, None)
             self._first_unused_position, self._next_step = self._first_unused_position + len(sampled_groups), step + 1
             self._num_groups_needed = None
         self.sampled_groups = sampled_groups
@@ -125,10 +132,10 @@ class AsyncGroupSource:
         previous_event_counts = self._event_counts_at_last_step
         self._event_counts_at_last_step = (self._num_outdated_groups, self.engine_fleet.num_restarts)
         return kept_groups, {
-            **group_metrics(sampled_groups),
-            **(filter_metrics(self.group_filter, sampled_groups) if self.group_filter else {}),
+            **compute_group_metrics(sampled_groups),
+            **(compute_filter_metrics(self.group_filter, sampled_groups) if self.group_filter else {}),
             "time/wait": time.perf_counter() - start_time,
-            **lag_metrics(kept_groups or sampled_groups, step),
+            **compute_lag_metrics(kept_groups or sampled_groups, step),
             "rollout/outdated": float(self._event_counts_at_last_step[0] - previous_event_counts[0]),
             "rollout/restarts": float(self._event_counts_at_last_step[1] - previous_event_counts[1]),
         }
@@ -137,7 +144,7 @@ class AsyncGroupSource:
         return {"drawn": self._first_unused_position}
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
-        self._first_unused_position = self._request_position = int(str(state.get("drawn", 0)))
+        self._first_unused_position = self._next_request_position = int(str(state.get("drawn", 0)))
 
     def close(self) -> None:
         """End the thread of the first rank that requests and scores groups."""
@@ -168,15 +175,17 @@ class AsyncGroupSource:
         kept_groups: list[ScoredGroup] = []
         sampled_groups: list[ScoredGroup] = []
         num_groups = self.group_plan.num_groups(step) if self._num_groups_needed is None else self._num_groups_needed
-        max_groups = self.group_filter.max_sampled_groups(num_groups) if self.group_filter else num_groups
+        max_groups = self.group_filter.get_max_sampled_groups(num_groups) if self.group_filter else num_groups
         while len(kept_groups) < num_groups and len(sampled_groups) < max_groups:
-            position = self._first_unused_position + len(sampled_groups)
-            scored_group = self._scored_groups.get(position)
+            group_position = self._first_unused_position + len(sampled_groups)
+            scored_group = self._scored_groups.get(group_position)
             if scored_group is None:
-                is_group_pending = position in self._group_futures or self.take_prompts(position, 1)
+                is_group_pending = group_position in self._group_futures or self.take_prompts(group_position, 1)
                 return None if is_group_pending else (kept_groups, sampled_groups)
             if step - scored_group.group.version > self.max_lag:
-                self._request_outdated_groups(step, range(position, position + num_groups - len(kept_groups)))
+                self._request_outdated_groups(
+                    step, range(group_position, group_position + num_groups - len(kept_groups))
+                )
                 return None
             sampled_groups.append(scored_group)
             if self.group_filter is None or self.group_filter.has_learning_signal(scored_group):
@@ -185,25 +194,28 @@ class AsyncGroupSource:
                 check_scores(step, sampled_groups, self.group_filter.metrics)
         return kept_groups, sampled_groups
 
-    def _request_outdated_groups(self, step: int, positions: Sequence[int]) -> None:
-        """Request the groups at `positions` again if their weights are too old for train step `step`, but not before
-        the engines have weights that are new enough."""
+    def _request_outdated_groups(self, step: int, group_positions: Sequence[int]) -> None:
+        """Request the groups at `group_positions` again if their weights are too old for train step `step`, but not
+        before the engines have weights that are new enough."""
         if self.engine_fleet.version + self.max_lag < step:
             return
         # Each urgent request goes to the front of the queue, so the group that is needed first is requested last.
-        for position in reversed(positions):
-            scored_group = self._scored_groups.get(position)
+        for group_position in reversed(group_positions):
+            scored_group = self._scored_groups.get(group_position)
             if scored_group is not None and step - scored_group.group.version > self.max_lag:
-                del self._scored_groups[position]
+                del self._scored_groups[group_position]
                 self._num_outdated_groups += 1
-                self._group_futures[position] = self._request_group(position, scored_group.group.prompt, is_urgent=True)
+                self._group_futures[group_position] = self._request_group(
+                    group_position, scored_group.group.prompt, is_urgent=True
+                )
 
-    def _request_group(self, position: int, prompt: Prompt, *, is_urgent: bool = False) -> Future[Group]:
-        """Request the completions of the prompt at `position`. The seeds depend on the train step that would use the
-        group if no group were dropped; a prompt that this step samples twice, in two epochs, gets different seeds."""
-        step = self.group_plan.step_of_group(position)
-        first_position = self.group_plan.first_position(step)
-        num_repeats = sum(p.id == prompt.id for p in self.take_prompts(first_position, position - first_position))
+    def _request_group(self, group_position: int, prompt: Prompt, *, is_urgent: bool = False) -> Future[Group]:
+        """Request the completions of the prompt at `group_position`. The seeds depend on the train step that would use
+        the group if no group were dropped; a prompt that this step samples twice, in two epochs, gets different
+        seeds."""
+        step = self.group_plan.get_step_of_group(group_position)
+        first_position = self.group_plan.get_first_position(step)
+        num_repeats = sum(p.id == prompt.id for p in self.take_prompts(first_position, group_position - first_position))
         return self.engine_fleet.request(prompt, reseed(self.sampling, num_repeats), step, is_urgent=is_urgent)
 
     def _run_rollouts(self) -> None:
@@ -221,12 +233,16 @@ class AsyncGroupSource:
         with self._state_condition:
             if self.sleeps_in_training and not self._is_training_waiting:
                 return
-            end_position = self._first_unused_position + self._max_prefetched_prompts()
-            for prompt in self.take_prompts(self._request_position, max(0, end_position - self._request_position)):
-                self._group_futures[self._request_position] = self._request_group(self._request_position, prompt)
-                self._request_position += 1
+            end_position = self._first_unused_position + self._get_max_prefetched_prompts()
+            for prompt in self.take_prompts(
+                self._next_request_position, max(0, end_position - self._next_request_position)
+            ):
+                self._group_futures[self._next_request_position] = self._request_group(
+                    self._next_request_position, prompt
+                )
+                self._next_request_position += 1
 
-    def _max_prefetched_prompts(self) -> int:
+    def _get_max_prefetched_prompts(self) -> int:
         """Return the maximum number of prompts, counted from `_first_unused_position`, that are sent to the engines in
         advance, before the training needs the groups of these prompts."""
         # Count groups up to `last_allowed_step`, because `max_lag` forbids later steps to use the current weights.
@@ -240,13 +256,15 @@ class AsyncGroupSource:
         # Engines may sample another prompt for each dropped group: without it, the step would never be complete.
         num_dropped_groups = sum(not self.group_filter.has_learning_signal(g) for g in self._scored_groups.values())
         num_drops_expected = min(self.num_extra_prompts, num_prompts * (self._groups_per_kept_group - 1))
-        max_groups = max_prompts if math.isinf(max_prompts) else self.group_filter.max_sampled_groups(int(max_prompts))
+        max_groups = (
+            max_prompts if math.isinf(max_prompts) else self.group_filter.get_max_sampled_groups(int(max_prompts))
+        )
         return int(min(min(num_prompts, max_prompts) + max(num_dropped_groups, num_drops_expected), max_groups))
 
     def _count_groups_in_steps(self, num_steps: int) -> int:
         """Return how many groups the next `num_steps` train steps need; 0 or less if `num_steps` is 0 or less."""
         step, group_plan = self._next_step, self.group_plan
-        num_groups = group_plan.first_position(step + num_steps) - group_plan.first_position(step)
+        num_groups = group_plan.get_first_position(step + num_steps) - group_plan.get_first_position(step)
         if num_steps <= 0 or self._num_groups_needed is None:
             return num_groups
         return num_groups + self._num_groups_needed - group_plan.num_groups(step)
@@ -259,18 +277,20 @@ class AsyncGroupSource:
             time.sleep(0.02)
             return
         wait(group_futures.values(), timeout=0.05, return_when=FIRST_COMPLETED)
-        finished_groups = {position: future.result() for position, future in group_futures.items() if future.done()}
+        finished_groups = {
+            group_position: future.result() for group_position, future in group_futures.items() if future.done()
+        }
         if not finished_groups:
             return
         scored_groups = self.score(list(finished_groups.values()))
         with self._state_condition:
-            for position, scored_group in zip(finished_groups, scored_groups, strict=True):
-                del self._group_futures[position]
-                self._scored_groups[position] = scored_group
+            for group_position, scored_group in zip(finished_groups, scored_groups, strict=True):
+                del self._group_futures[group_position]
+                self._scored_groups[group_position] = scored_group
             self._state_condition.notify_all()
 
 
-def prompts_by_position(
+def make_prompt_reader(
     get_step_prompts: Callable[[int], Sequence[Any]], num_groups: int, num_steps: int
 ) -> Callable[[int, int], list[Any]]:
     """Return a function `(position, count)` that returns prompts in the order of the data. `get_step_prompts` returns

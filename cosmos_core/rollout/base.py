@@ -233,20 +233,21 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
     *,
     version: int,
     ends_with_stop: bool,
-    earlier_versions: Sequence[tuple[int, int]] = (),
+    replaced_versions: Sequence[tuple[int, int]] = (),
     vision: ImageReader | None = None,
 ) -> Completion:
     """Return a completion of one turn, truncated before the first image placeholder token if the image reader `vision`
-    is set. `ends_with_stop`: whether the last token is a stop token. `earlier_versions` has, for each version of the
+    is set. `ends_with_stop`: whether the last token is a stop token. `replaced_versions` has, for each version of the
     weights that was replaced during the completion, the number of tokens at that time and the version."""
     if vision is not None and (num_text_tokens := vision.count_tokens_before_images(token_ids)) < len(token_ids):
         token_ids, logprobs, ends_with_stop = token_ids[:num_text_tokens], logprobs[:num_text_tokens], False
-    segments, start = [], 0
-    for end, segment_version in (*earlier_versions, (len(token_ids), version)):
-        end = min(end, len(token_ids))
-        if end > start:
-            segments.append(Segment(tuple(token_ids[start:end]), True, tuple(logprobs[start:end]), segment_version))
-        start = max(start, end)
+    segments, segment_start = [], 0
+    for segment_end, segment_version in (*replaced_versions, (len(token_ids), version)):
+        segment_end = min(segment_end, len(token_ids))
+        if segment_end > segment_start:
+            span = slice(segment_start, segment_end)
+            segments.append(Segment(tuple(token_ids[span]), True, tuple(logprobs[span]), segment_version))
+        segment_start = max(segment_start, segment_end)
     return Completion(
         segments=tuple(segments) or (Segment((), True, (), version),),
         finish_reason="stop" if ends_with_stop else "length",
@@ -262,7 +263,7 @@ class UnfinishedGroup:
     sampling: Sampling
     step: int
     completions: dict[int, Completion] = field(default_factory=dict)
-    earlier_versions: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    replaced_versions: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Versions of the weights that were replaced during a completion, by number of the completion: pairs of the number
     of tokens at that time, and the version."""
 
@@ -273,7 +274,7 @@ class UnfinishedGroup:
         return Group(self.prompt, tuple(self.completions[k] for k in range(self.sampling.num_completions)), self.step)
 
 
-def storage_key(tensor: Tensor) -> Hashable:
+def get_storage_key(tensor: Tensor) -> Hashable:
     """Return a key that is equal for tensors in the same memory, such as tied weights."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 

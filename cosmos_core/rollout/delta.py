@@ -31,13 +31,13 @@ class ChangedWords(NamedTuple):
         previous_bytes.view(np.uint16)[self.positions] = self.words
 
 
-def find_changed_words(old_bytes: ByteArray, new_bytes: ByteArray) -> ChangedWords | None:
-    """Return the words of `new_bytes` that differ from `old_bytes`; None if too many words differ, or if the arrays
-    have different sizes or an odd number of bytes."""
-    if old_bytes.size != new_bytes.size or new_bytes.size % 2:
+def find_changed_words(previous_bytes: ByteArray, new_bytes: ByteArray) -> ChangedWords | None:
+    """Return the words of `new_bytes` that differ from `previous_bytes`; None if too many words differ, or if the
+    arrays have different sizes or an odd number of bytes."""
+    if previous_bytes.size != new_bytes.size or new_bytes.size % 2:
         return None
     new_words = new_bytes.view(np.uint16)
-    is_word_changed = old_bytes.view(np.uint16) != new_words
+    is_word_changed = previous_bytes.view(np.uint16) != new_words
     max_changed_words = _MAX_CHANGED_FRACTION * new_words.size
     if np.count_nonzero(is_word_changed) > max_changed_words or new_words.size > np.iinfo(np.uint32).max:
         return None

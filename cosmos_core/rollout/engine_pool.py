@@ -25,7 +25,7 @@ from cosmos_core.types import Group, Prompt, Sampling
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-_OPEN_TIMEOUT_SECONDS = 1200.0
+_ENGINE_OPEN_TIMEOUT_SECONDS = 1200.0
 """Time limit for opening an engine, which can read a large model from a slow disk, and for restarting the only
 engine."""
 _RETRY_INTERVAL_SECONDS = 0.5
@@ -53,7 +53,7 @@ class EngineHandle(Protocol):
 
 
 @dataclass(frozen=True)
-class _Request:
+class _GroupRequest:
     """Request for one group of completions."""
 
     prompt: Prompt
@@ -80,7 +80,7 @@ class PooledEngine:
     """Version of the engine's weights; None: the engine has no weights from the trainer yet."""
     num_process_deaths: int = 0
     """Number of deaths of the engine's process since the engine last returned a group."""
-    requests: dict[tuple[int, int, int], _Request] = field(default_factory=dict)
+    requests: dict[tuple[int, int, int], _GroupRequest] = field(default_factory=dict)
     """Requests that the engine is generating, by key; a second request with the same key waits in the queue."""
     pending_reply: Future[Any] | None = None
     """Pending reply to `begin_session` or `completed`; None: the engine was unreachable and will be called again."""
@@ -108,8 +108,8 @@ class EnginePool:
         self._get_handles, self._max_groups, self._send_heartbeat = get_handles, max_groups, send_heartbeat
         self.timeout_seconds = timeout_seconds
         self._session_id = uuid.uuid4().hex
-        self._waiting_requests: deque[_Request] = deque()
-        self._versioned_requests: deque[_Request] = deque()
+        self._waiting_requests: deque[_GroupRequest] = deque()
+        self._versioned_requests: deque[_GroupRequest] = deque()
         """Queue of requests that need a particular version of the weights; they are sent after all other requests."""
         self._failed_submissions = queue.SimpleQueue[tuple[PooledEngine, EngineDescription | None, ConnectionError]]()
         """Queue of engines to which prompts could not be submitted, each with its description at that time and the
@@ -125,7 +125,7 @@ class EnginePool:
 
     def start_thread(self) -> None:
         """Start the thread that communicates with the rollout engines."""
-        threading.Thread(target=self._run_communication, daemon=True, name="fleet").start()
+        threading.Thread(target=self._communicate_with_engines, daemon=True, name="fleet").start()
 
     def raise_thread_error(self) -> None:
         """Raise the error that ended the thread that communicates with the rollout engines, if any."""
@@ -138,7 +138,7 @@ class EnginePool:
         """Request one group, from any thread; an urgent request is queued before all other requests. The future raises
         `WeightsUnavailable` if no engine has `version`, the required version of the weights, any more; the caller must
         not load other weights before the group is done."""
-        request = _Request(prompt, sampling, step, Future(), version)
+        request = _GroupRequest(prompt, sampling, step, Future(), version)
         with self.lock:
             if self._thread_error is not None:
                 request.group_future.set_exception(self._thread_error)
@@ -153,12 +153,14 @@ class EnginePool:
         with self.lock:
             return [engine for engine in self.engines.values() if engine.description and not engine.connection_error]
 
-    def loaded_engines(self) -> list[PooledEngine]:
+    def get_loaded_engines(self) -> list[PooledEngine]:
         """Return the rollout engines that have weights from the trainer and are not known to be dead."""
         with self.lock:
             return [e for e in self.engines.values() if e.version is not None and not e.connection_error]
 
-    def mark_dead(self, engine: PooledEngine, description: EngineDescription | None, error: ConnectionError) -> None:
+    def mark_engine_dead(
+        self, engine: PooledEngine, description: EngineDescription | None, error: ConnectionError
+    ) -> None:
         """Stop using an engine whose process has died, because a call in another thread failed with `error`.
         `description` identifies the process that was called, which a new process can have replaced meanwhile."""
         with self.lock:
@@ -184,12 +186,12 @@ class EnginePool:
                 if engine.num_forward_passes != num_forward_passes or is_timed_out:
                     last_progress_by_id[id(engine)] = current_time, engine.num_forward_passes
 
-    def _run_communication(self) -> None:
+    def _communicate_with_engines(self) -> None:
         try:
             while not self.is_closed:
                 with self.lock:
                     while not self._failed_submissions.empty():
-                        self.mark_dead(*self._failed_submissions.get())
+                        self.mark_engine_dead(*self._failed_submissions.get())
                     self._update_engines()
                     for engine in list(self.engines.values()):
                         self._handle_engine_reply(engine)
@@ -233,7 +235,7 @@ class EnginePool:
         if not engine.pending_reply.done():
             timeout_seconds = math.inf  # engines that do not generate have no time limit
             if engine.description is None:
-                timeout_seconds = _OPEN_TIMEOUT_SECONDS
+                timeout_seconds = _ENGINE_OPEN_TIMEOUT_SECONDS
             elif engine.requests and not self.is_loading_weights:
                 timeout_seconds = self.timeout_seconds
             if current_time - engine.last_progress_time > timeout_seconds:
@@ -244,8 +246,10 @@ class EnginePool:
         try:
             engine_reply = engine.pending_reply.result()
         except ConnectionError as error:
-            was_refused = isinstance(error, ConnectionRefusedError) and engine.description is None
-            if was_refused and (current_time - engine.last_death_time < _OPEN_TIMEOUT_SECONDS or self.open_engines()):
+            was_connection_refused = isinstance(error, ConnectionRefusedError) and engine.description is None
+            if was_connection_refused and (
+                current_time - engine.last_death_time < _ENGINE_OPEN_TIMEOUT_SECONDS or self.open_engines()
+            ):
                 engine.pending_reply, engine.last_progress_time = None, current_time
                 return
             self._reopen_dead_engine(engine, error)
@@ -265,8 +269,8 @@ class EnginePool:
             elif not self.is_loading_weights and current_time - engine.last_progress_time > self.timeout_seconds:
                 engine.handle.kill()
             for group in finished_groups:
-                request_key = (group.step, group.prompt.id, len(group.completions))
-                if (request := engine.requests.pop(request_key, None)) is not None:
+                group_key = (group.step, group.prompt.id, len(group.completions))
+                if (request := engine.requests.pop(group_key, None)) is not None:
                     engine.num_process_deaths = 0
                     request.group_future.set_result(group)
             if engine.connection_error is not None:
@@ -288,7 +292,7 @@ class EnginePool:
         self._open_engine(engine)
 
     def _send_requests(self) -> None:
-        ready_engines = self.loaded_engines()
+        ready_engines = self.get_loaded_engines()
         self._send_to_engines(ready_engines, self._waiting_requests)
         if not self._versioned_requests or self.is_loading_weights:
             return
@@ -302,7 +306,7 @@ class EnginePool:
                 error_message = f"the engines with the weights of step {request.version} have died"
                 _fail_requests([request], WeightsUnavailable(error_message))
 
-    def _send_to_engines(self, ready_engines: Sequence[PooledEngine], request_queue: deque[_Request]) -> None:
+    def _send_to_engines(self, ready_engines: Sequence[PooledEngine], request_queue: deque[_GroupRequest]) -> None:
         while request_queue and ready_engines:
             eligible_engines = [engine for engine in ready_engines if request_queue[0].group_key not in engine.requests]
             engine = min(eligible_engines, key=lambda engine: len(engine.requests), default=None)
@@ -317,7 +321,11 @@ class EnginePool:
             submit_reply.add_done_callback(partial(self._handle_submit_reply, engine, engine.description, batch))
 
     def _handle_submit_reply(
-        self, engine: PooledEngine, description: EngineDescription | None, batch: Sequence[_Request], reply: Future[Any]
+        self,
+        engine: PooledEngine,
+        description: EngineDescription | None,
+        batch: Sequence[_GroupRequest],
+        reply: Future[Any],
     ) -> None:
         """Handle a failed submission: queue the engine if its process has died, else set the error on the requests'
         futures. This method runs in a thread of Ray, and must not acquire the pool's lock: `kill` can wait for this
@@ -329,7 +337,7 @@ class EnginePool:
             _fail_requests(batch, error)
 
 
-def _fail_requests(requests: Iterable[_Request], error: BaseException) -> None:
+def _fail_requests(requests: Iterable[_GroupRequest], error: BaseException) -> None:
     """Set an error on the futures of those requests whose groups of completions are not complete."""
     for request in requests:
         if not request.group_future.done():
@@ -337,12 +345,12 @@ def _fail_requests(requests: Iterable[_Request], error: BaseException) -> None:
 
 
 def _take_request_batch(
-    request_queue: deque[_Request], max_groups: int, requests_by_key: dict[tuple[int, int, int], _Request]
-) -> list[_Request]:
+    request_queue: deque[_GroupRequest], max_groups: int, requests_by_key: dict[tuple[int, int, int], _GroupRequest]
+) -> list[_GroupRequest]:
     """Move requests of equal train step and sampling settings, which an engine can generate as one batch, from the
     queue into `requests_by_key`. Return the moved requests, at most `max_groups`."""
     step, sampling = request_queue[0].step, request_queue[0].sampling
-    request_batch: list[_Request] = []
+    request_batch: list[_GroupRequest] = []
     while request_queue and len(request_batch) < max_groups and request_queue[0].group_key not in requests_by_key:
         if (request_queue[0].step, request_queue[0].sampling) != (step, sampling):
             break

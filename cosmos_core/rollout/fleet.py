@@ -141,7 +141,7 @@ class EngineFleet:
         if is_first_rank():
             self._end_weight_load(version, weight_load.processes, num_sent_tensors)
             weight_link.confirm_weight_load()
-        engine_versions = [engine.version for engine in self._pool.loaded_engines() if engine.version is not None]
+        engine_versions = [engine.version for engine in self._pool.get_loaded_engines() if engine.version is not None]
         self.version, self.has_new_engine = broadcast_object((min(engine_versions, default=version), has_new_engine))
         self.sleep_level = 0
         return LoadReceipt(version, num_sent_tensors)
@@ -155,7 +155,7 @@ class EngineFleet:
         None: from all engines."""
         logprobs: list[list[float]] = []
         if is_first_rank():
-            engines = [engine for engine in self._pool.loaded_engines() if version in {None, engine.version}]
+            engines = [engine for engine in self._pool.get_loaded_engines() if version in {None, engine.version}]
             engine_replies = [(engine, engine.handle.call("logprobs", engine.version, token_ids)) for engine in engines]
             self._pool.await_replies(engine_replies)
             for _, reply in engine_replies:
@@ -213,7 +213,7 @@ class EngineFleet:
 
     def _call_colocated_engines(self, method_name: str) -> None:
         if self._sleeps_in_training and is_first_rank():
-            engines = self._pool.loaded_engines()
+            engines = self._pool.get_loaded_engines()
             self._call_engine_processes([EngineProcess(engine, engine.description) for engine in engines], method_name)
 
     def _wait_for_engines(self) -> tuple[str, WeightFormat, tuple[str, str] | None]:
@@ -237,18 +237,18 @@ class EngineFleet:
         whose process died as dead."""
         reply_futures = [(process, process.engine.handle.call(method, *arguments, **kwargs)) for process in processes]
         self._pool.await_replies([(process.engine, reply_future) for process, reply_future in reply_futures])
-        process_reply_pairs = []
+        processes_and_replies = []
         for process, reply_future in reply_futures:
             try:
-                process_reply_pairs.append((process, reply_future.result()))
+                processes_and_replies.append((process, reply_future.result()))
             except ConnectionError as error:
-                self._pool.mark_dead(*process, error)
-        return process_reply_pairs
+                self._pool.mark_engine_dead(*process, error)
+        return processes_and_replies
 
     def _end_weight_load(self, version: int, processes: Sequence[EngineProcess], num_sent_tensors: int) -> None:
         load_options = {
             "loads_in_background": self._weight_sync_mode != "disabled",
-            "drains": self._weight_sync_mode == "generation",
+            "drains_requests": self._weight_sync_mode == "generation",
         }
         try:
             for process, receipt in self._call_engine_processes(processes, "end_weight_load", version, **load_options):

@@ -70,7 +70,7 @@ def get_noise_levels(model: "DiffusionModel", sampling: FlowSampling) -> Tensor:
     return flow.SIGMA_SCHEDULES[sampling.schedule](sampling.num_steps, model.timestep_shift)
 
 
-def stochastic_steps(sampling: FlowSampling, seed: int, step: int) -> range:
+def choose_stochastic_steps(sampling: FlowSampling, seed: int, step: int) -> range:
     """Return the sampling steps that are stochastic in train step `step`. The last sampling step is never stochastic,
     because its noise would remain in the sample."""
     last_sampling_step, step_window = sampling.num_steps - 1, sampling.window
@@ -99,11 +99,15 @@ class ConditioningFrames:
         return torch.where(flow.trained_frames_mask(x, self.num_frames_B), x, self.latents.to(x))
 
 
-def num_conditioning_frames(count_range: tuple[int, int], max_frames: int, seed: int, step: int, prompt_id: int) -> int:
+def draw_num_conditioning_frames(
+    frame_count_range: tuple[int, int], max_frames: int, seed: int, step: int, prompt_id: int
+) -> int:
     """Draw the number of conditioning frames for rollouts of a prompt in a train step: between the bounds
-    `count_range`, which are reduced to at most `max_frames`."""
-    min_frames, max_count = (min(count, max_frames) for count in count_range)
-    return min_frames + int(shuffled_indices(max_count - min_frames + 1, seed, step, prompt_id, _CONDITIONING_SEED)[0])
+    `frame_count_range`, which are reduced to at most `max_frames`."""
+    min_frame_count, max_frame_count = (min(count, max_frames) for count in frame_count_range)
+    return min_frame_count + int(
+        shuffled_indices(max_frame_count - min_frame_count + 1, seed, step, prompt_id, _CONDITIONING_SEED)[0]
+    )
 
 
 def denoise(  # noqa: PLR0913 - a sampler has this many parameters

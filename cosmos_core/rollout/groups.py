@@ -53,15 +53,15 @@ class GroupPlan:
     completions_per_step: int
     group_size: int = 1
 
-    def first_position(self, step: int) -> int:
+    def get_first_position(self, step: int) -> int:
         """Return the position of the first group that no train step before `step` needs."""
         return -(-step * self.completions_per_step // self.group_size)
 
     def num_groups(self, step: int) -> int:
         """Return the number of groups whose completions train step `step` uses."""
-        return self.first_position(step + 1) - self.first_position(step)
+        return self.get_first_position(step + 1) - self.get_first_position(step)
 
-    def step_of_group(self, group_position: int) -> int:
+    def get_step_of_group(self, group_position: int) -> int:
         """Return the step that the group at `group_position` belongs to."""
         return group_position * self.group_size // self.completions_per_step
 
@@ -95,8 +95,11 @@ class SyncGroupSource:
         self.sleep_until_next_step(step)
         generation_seconds = time.perf_counter() - start_time
         self.sampled_groups = scored_groups = self.score_groups(groups)
-        throughput_metrics = _throughput_metrics(scored_groups, generation_seconds, time.perf_counter() - start_time)
-        return scored_groups, group_metrics(scored_groups) | throughput_metrics | lag_metrics(scored_groups, step)
+        throughput_metrics = _compute_throughput_metrics(
+            scored_groups, generation_seconds, time.perf_counter() - start_time
+        )
+        metrics = compute_group_metrics(scored_groups) | throughput_metrics
+        return scored_groups, metrics | compute_lag_metrics(scored_groups, step)
 
     def generate_groups(self, prompts: Sequence[Prompt], step: int, count_by_prompt_id: Counter[int]) -> list[Group]:
         """Generate the groups of `prompts`, in order. `count_by_prompt_id`, which is updated, says how often the step
@@ -152,11 +155,12 @@ class GroupFilter:
         """Return whether the valid completions of a group differ in a metric of `metrics`. If the group's rewards
         report none of these metrics, for example in a mixture of data sets with different reward functions, return
         whether the rewards differ."""
-        reported_names = {name for score in group.scores for name in score.metrics}.intersection(self.metrics)
-        valid_scores = [s for s in group.scores if s.value is not None and s.metrics.keys() >= reported_names]
-        return len({tuple(score.metrics[name] for name in reported_names) or score.value for score in valid_scores}) > 1
+        reported_metrics = {name for score in group.scores for name in score.metrics}.intersection(self.metrics)
+        valid_scores = [s for s in group.scores if s.value is not None and s.metrics.keys() >= reported_metrics]
+        signals = {tuple(score.metrics[name] for name in reported_metrics) or score.value for score in valid_scores}
+        return len(signals) > 1
 
-    def max_sampled_groups(self, num_groups: int) -> float:
+    def get_max_sampled_groups(self, num_groups: int) -> float:
         """Return the maximum number of groups that a train step samples to keep `num_groups` groups; infinity if the
         number of rounds is not limited."""
         return num_groups * (1 + self.max_retries) if self.max_retries else float("inf")
@@ -214,10 +218,10 @@ class FilteredGroupSource:
         if not sampled_groups:
             return [], {}
         return kept_groups, {
-            **group_metrics(sampled_groups),
-            **_throughput_metrics(sampled_groups, generation_seconds, time.perf_counter() - start_time),
-            **lag_metrics(kept_groups or sampled_groups, step),
-            **(filter_metrics(self.group_filter, sampled_groups) if self.group_filter else {}),
+            **compute_group_metrics(sampled_groups),
+            **_compute_throughput_metrics(sampled_groups, generation_seconds, time.perf_counter() - start_time),
+            **compute_lag_metrics(kept_groups or sampled_groups, step),
+            **(compute_filter_metrics(self.group_filter, sampled_groups) if self.group_filter else {}),
             **({"rollout/rounds": float(num_generation_rounds)} if self.group_filter else {}),
         }
 
@@ -244,7 +248,7 @@ def check_scores(step: int, groups: Sequence[ScoredGroup], metrics: Sequence[str
         )
 
 
-def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+def compute_turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """Return the mean numbers of turns and tool calls per completion, and the fraction of failed tool calls; empty if
     no completion has turns."""
     turns = [turn for completion in completions for turn in completion.turns]
@@ -258,7 +262,7 @@ def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     }
 
 
-def filter_metrics(group_filter: GroupFilter, sampled_groups: Sequence[ScoredGroup]) -> dict[str, float]:
+def compute_filter_metrics(group_filter: GroupFilter, sampled_groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return metrics of a filter: the number of sampled groups, and two fractions of them: dropped groups whose largest
     reward is above 0, and dropped groups whose largest reward is at most 0."""
     dropped_groups = [group for group in sampled_groups if not group_filter.has_learning_signal(group)]
@@ -271,7 +275,7 @@ def filter_metrics(group_filter: GroupFilter, sampled_groups: Sequence[ScoredGro
     }
 
 
-def lag_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
+def compute_lag_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
     """Return the maximum and mean age, in train steps, of the weights that generated the groups, and the number of
     groups of each age."""
     version_lags = [step - scored_group.group.version for scored_group in groups]
@@ -282,7 +286,7 @@ def lag_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
     }
 
 
-def _throughput_metrics(
+def _compute_throughput_metrics(
     groups: Sequence[ScoredGroup], generation_seconds: float, total_seconds: float
 ) -> dict[str, float]:
     completions = [completion for scored_group in groups for completion in scored_group.group.completions]
@@ -296,7 +300,7 @@ def _throughput_metrics(
     }
 
 
-def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+def compute_group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return metrics of groups: mean reward and its standard deviation, the number of invalid rewards, and the lengths
     of completions in sampled tokens."""
     scores = [score for group in groups for score in group.scores]
@@ -312,13 +316,13 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         }
     if len(reward_values):
         metrics |= {"reward/mean": float(reward_values.mean()), "reward/std": float(reward_values.std())}
-    dataset_metrics = {f"reward/{name}/mean": mean for name, mean in dataset_means(groups).items()}
-    reward_metrics = {f"reward/{name}": mean for name, mean in reward_means(groups).items()}
+    dataset_metrics = {f"reward/{name}/mean": mean for name, mean in compute_dataset_means(groups).items()}
+    reward_metrics = {f"reward/{name}": mean for name, mean in compute_reward_means(groups).items()}
     # `reward_metrics` come first, so that a reward function named `mean` cannot overwrite the mean of all rewards.
-    return reward_metrics | metrics | turn_metrics(completions) | dataset_metrics
+    return reward_metrics | metrics | compute_turn_metrics(completions) | dataset_metrics
 
 
-def dataset_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+def compute_dataset_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the mean reward of the groups by data set of a mixture; empty if the prompts are of one data set."""
     rewards_by_dataset: dict[str, list[float]] = {}
     for group in groups:
@@ -328,7 +332,7 @@ def dataset_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     return {dataset: float(np.mean(values)) for dataset, values in sorted(rewards_by_dataset.items()) if values}
 
 
-def reward_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+def compute_reward_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the mean, over the completions of all groups, of each reward function and of each further metric that a
     reward function reports."""
     scores = [score for group in groups for score in group.scores]

@@ -74,7 +74,7 @@ class HfEngine(ModuleEngine):
         self._stop_token_ids = stop_token_ids(engine_settings.model, engine_settings.tokenizer)
         self._image_reader = engine_settings.vision
         self._weight_receiver = WeightReceiver()
-        self._cache_argument = find_cache_argument(type(self._model))
+        self._cache_argument_name = find_cache_argument(type(self._model))
         self._prompt_batching = self._choose_batching()
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
@@ -101,8 +101,8 @@ class HfEngine(ModuleEngine):
         completions: list[list[Completion]] = [[] for _ in prompts]
         for ks in (sample_indices[k : k + completions_per_pass] for k in sample_indices[::completions_per_pass]):
             with self._inference_mode():
-                sample_lists = [tensor.tolist() for tensor in self._sample(prompts, sampling, step, ks)]
-            for row_index, (tokens, logprobs, length) in enumerate(zip(*sample_lists, strict=True)):
+                sampled_lists = [tensor.tolist() for tensor in self._sample(prompts, sampling, step, ks)]
+            for row_index, (tokens, logprobs, length) in enumerate(zip(*sampled_lists, strict=True)):
                 new_completion = completion(
                     self._tokenizer, tokens[:length], logprobs[:length], version=self._version,
                     ends_with_stop=tokens[length - 1] in self._stop_token_ids, vision=self._image_reader,
@@ -160,7 +160,7 @@ class HfEngine(ModuleEngine):
         max_new_tokens_B = (self._max_model_len - mask_PT.sum(-1)).clamp(max=sampling.max_tokens).repeat_interleave(k)
         uniforms_RT = _draw_uniform_numbers(prompts, sampling, step, ks).to(device)
         positions_PT = (mask_PT.cumsum(-1) - 1).clamp(min=0)
-        image_inputs = self._image_inputs(prompts, input_ids_PT)
+        image_inputs = self._make_image_inputs(prompts, input_ids_PT)
         cache = self._make_cache()
         inputs = {"attention_mask": mask_PT, **image_inputs}
         if not image_inputs:
@@ -170,11 +170,11 @@ class HfEngine(ModuleEngine):
         # Unlike the cache's other methods, `reorder_cache` also repeats the states of recurrent layers.
         cache.reorder_cache(torch.arange(len(prompts)).repeat_interleave(k))  # type: ignore[arg-type]
         # New tokens attend to the same image tiles as the last token of the prompt.
-        tile_masks = {n: mask for n, mask in image_inputs.items() if n == "cross_attention_mask"}
-        new_token_image_inputs = {n: mask[:, -1:].repeat_interleave(k, 0) for n, mask in tile_masks.items()}
+        image_tile_masks = {n: mask for n, mask in image_inputs.items() if n == "cross_attention_mask"}
+        new_token_image_inputs = {n: mask[:, -1:].repeat_interleave(k, 0) for n, mask in image_tile_masks.items()}
         logits_BV, mask_BT = logits_PV.repeat_interleave(k, 0), mask_PT.repeat_interleave(k, 0)
         positions_B = positions_PT[:, -1].repeat_interleave(k)
-        is_used_token_BV = _used_token_mask(input_ids_PT, mask_PT, logits_PV.shape[-1]).repeat_interleave(k, 0)
+        is_used_token_BV = _make_used_token_mask(input_ids_PT, mask_PT, logits_PV.shape[-1]).repeat_interleave(k, 0)
         stop_ids = torch.tensor(self._stop_token_ids, dtype=torch.long, device=device)
 
         rows_B = torch.arange(len(max_new_tokens_B), device=device)
@@ -209,7 +209,7 @@ class HfEngine(ModuleEngine):
             logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, new_token_image_inputs if image_inputs else inputs)
         return tokens_RT, logprobs_RT, lengths_R
 
-    def _image_inputs(self, prompts: Sequence[Prompt], input_ids_PT: Tensor) -> dict[str, Tensor]:
+    def _make_image_inputs(self, prompts: Sequence[Prompt], input_ids_PT: Tensor) -> dict[str, Tensor]:
         """Return the images of prompts as model inputs; the model computes the positions of rows with images itself.
         Empty if the prompts have no images."""
         if not prompts[0].images:
@@ -229,7 +229,7 @@ class HfEngine(ModuleEngine):
         """Make a forward pass with a key-value cache, and return the logits at the last position of each row; `inputs`
         holds masks, positions and images."""
         self._send_heartbeat()
-        cache_kwargs = {self._cache_argument: cache}
+        cache_kwargs = {self._cache_argument_name: cache}
         model_output = self._model(input_ids=input_ids, **cache_kwargs, use_cache=True, logits_to_keep=1, **inputs)
         return model_output.logits[:, -1]
 
@@ -240,10 +240,12 @@ class HfEngine(ModuleEngine):
         logit_differences: dict[_PromptBatching, float] = {}
         with self._inference_mode(), torch.autocast(self._model.device.type, enabled=False):
             for prompt_batching in _PROMPT_BATCHINGS:
-                cached_logits, expected_logits = self._compute_probe_logits(prompt_batching)
-                if is_close(cached_logits, expected_logits, self._model.dtype):
+                logits_with_cache, expected_logits = self._compute_probe_logits(prompt_batching)
+                if is_close(logits_with_cache, expected_logits, self._model.dtype):
                     return prompt_batching
-                logit_gap = (cached_logits.float() - expected_logits.float()).abs().max().nan_to_num(math.inf).item()
+                logit_gap = (
+                    (logits_with_cache.float() - expected_logits.float()).abs().max().nan_to_num(math.inf).item()
+                )
                 logit_differences[prompt_batching] = logit_gap / max(expected_logits.abs().max().item(), 1e-9)
         best_batching = min(logit_differences, key=logit_differences.__getitem__)
         if self._model.dtype == torch.float32 or not logit_differences[best_batching] < _MAX_HALF_PRECISION_DIFFERENCE:
@@ -281,12 +283,12 @@ class _PromptBatching(NamedTuple):
 
     has_padding: bool
     """Whether shorter prompts are padded on the left; otherwise all prompts of a batch have equally many tokens."""
-    has_positions: bool
+    takes_position_ids: bool
     """Whether the model gets the positions of tokens as input; otherwise it computes them itself."""
 
     def make_inputs(self, mask_BT: Tensor, positions_BT: Tensor) -> dict[str, Tensor]:
-        mask_input = {"attention_mask": mask_BT} if self.has_padding else {}
-        return mask_input | ({"position_ids": positions_BT} if self.has_positions else {})
+        attention_mask_input = {"attention_mask": mask_BT} if self.has_padding else {}
+        return attention_mask_input | ({"position_ids": positions_BT} if self.takes_position_ids else {})
 
 
 _PROMPT_BATCHINGS = (_PromptBatching(True, True), _PromptBatching(False, True), _PromptBatching(False, False))
@@ -320,11 +322,11 @@ class _PreallocatedCacheLayer(DynamicLayer):
         self._cache_buffers = None
 
 
-def _allocate_cache(old_states: Tensor | None, new_states: Tensor, num_allocated_tokens: int) -> Tensor:
-    """Return a cache tensor for `num_allocated_tokens` tokens, which begins with a copy of `old_states`, if any."""
+def _allocate_cache(cached_states: Tensor | None, new_states: Tensor, num_allocated_tokens: int) -> Tensor:
+    """Return a cache tensor for `num_allocated_tokens` tokens, which begins with a copy of `cached_states`, if any."""
     cache_buffer = new_states.new_empty(*new_states.shape[:-2], num_allocated_tokens, new_states.shape[-1])
-    if old_states is not None and old_states.numel():
-        cache_buffer[..., : old_states.shape[-2], :] = old_states
+    if cached_states is not None and cached_states.numel():
+        cache_buffer[..., : cached_states.shape[-2], :] = cached_states
     return cache_buffer
 
 
@@ -366,7 +368,7 @@ def _draw_uniform_numbers(prompts: Sequence[Prompt], sampling: Sampling, step: i
     return torch.stack([torch.rand(sampling.max_tokens, generator=g, dtype=torch.float64) for g in generators])
 
 
-def _used_token_mask(input_ids_PT: Tensor, mask_PT: Tensor, vocab_size: int) -> Tensor:
+def _make_used_token_mask(input_ids_PT: Tensor, mask_PT: Tensor, vocab_size: int) -> Tensor:
     """Return a mask (shape PV) of the vocabulary entries that each prompt contains, without padding."""
     # A prompt may contain ids above the last logit, because Llama 3.2 Vision has no logits of image tokens.
     padded_vocab_size = max(vocab_size, int(input_ids_PT.max()) + 1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cosmos_core.error_handling import complete_future
-from cosmos_core.rollout.base import Bucket, storage_key
+from cosmos_core.rollout.base import Bucket, get_storage_key
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.1
@@ -35,7 +35,7 @@ class BucketHeader(NamedTuple):
     transport_fields: dict[str, Any]
     """Further fields of vLLM's update info, which depend on the transport."""
 
-    def update_info(self) -> dict[str, Any]:
+    def make_update_info(self) -> dict[str, Any]:
         """Return the fields of vLLM's update info; a scalar has the shape [1], because vLLM cannot unpack scalars."""
         sent_shapes = [shape or [1] for shape in self.shapes]
         return {"names": self.names, "dtype_names": self.dtype_names, "shapes": sent_shapes, **self.transport_fields}
@@ -58,7 +58,7 @@ def split_bucket(bucket: Bucket) -> tuple[BucketHeader, list[Tensor]]:
     """Return the header of a bucket of weights, and the tensors to send, in the order of the header."""
     first_name_by_storage: dict[Any, str] = {}
     sent_name_by_tensor_name = {
-        name: first_name_by_storage.setdefault(storage_key(tensor), name) for name, tensor in bucket
+        name: first_name_by_storage.setdefault(get_storage_key(tensor), name) for name, tensor in bucket
     }
     first_name_by_alias = {name: sent_name for name, sent_name in sent_name_by_tensor_name.items() if sent_name != name}
     named_tensors = [(name, tensor) for name, tensor in bucket if name not in first_name_by_alias]
@@ -83,22 +83,22 @@ def call_with_timeout(
     function: Callable[[], T],
     *,
     abort: Callable[[], object] = lambda: None,
-    has_failed: Callable[[], bool] = lambda: False,
+    has_peer_failed: Callable[[], bool] = lambda: False,
 ) -> T:
     """Return the result of a function that can hang, such as a collective whose peer has died. The function runs in a
-    new thread, on this thread's device. After `timeout_seconds`, or when `has_failed` returns True, call `abort` and
-    raise `TransferFailed`. A later result is ignored, because an aborted collective leaves arbitrary bytes."""
+    new thread, on this thread's device. After `timeout_seconds`, or when `has_peer_failed` returns True, call `abort`
+    and raise `TransferFailed`. A later result is ignored, because an aborted collective leaves arbitrary bytes."""
     result_future: Future[T] = Future()
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
-    def run_function() -> None:
+    def run_and_report() -> None:
         with nullcontext() if device is None else torch.accelerator.device_index(device):
             complete_future(result_future, function)
 
-    threading.Thread(target=run_function, daemon=True, name="weight transfer").start()
+    threading.Thread(target=run_and_report, daemon=True, name="weight transfer").start()
     deadline = time.monotonic() + timeout_seconds
     while not wait([result_future], min(_POLL_SECONDS, timeout_seconds)).done:
-        if (is_late := time.monotonic() > deadline) or has_failed():
+        if (is_late := time.monotonic() > deadline) or has_peer_failed():
             abort()
             raise TransferFailed(f"it took longer than {timeout_seconds:g} s" if is_late else "an engine has failed")
     return result_future.result()

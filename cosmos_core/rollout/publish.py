@@ -20,7 +20,7 @@ from cosmos_core.errors import StageFailed
 from cosmos_core.models.export import make_float32_predicate
 from cosmos_core.models.lora import find_adapted_layers, map_keys_to_base_model, merge_adapter
 from cosmos_core.parallel.gather import FullTensorGatherer
-from cosmos_core.rollout.base import Bucket, Engine, WeightFormat, storage_key
+from cosmos_core.rollout.base import Bucket, Engine, WeightFormat, get_storage_key
 from cosmos_core.rollout.fleet import EngineFleet
 
 BUCKET_BYTES = 256 << 20
@@ -61,21 +61,21 @@ class WeightPublisher:
         """Load the current weights into the engine as version `version`, and return metrics. Raise a `StageFailed` if
         the engine did not load all tensors, or its log-probabilities differ from the trainer's."""
         start_time, stays_float32 = time.perf_counter(), make_float32_predicate(self.model, self.transfer_dtype)
-        num_sent_tensors = num_bytes = 0
+        num_sent_tensors = num_sent_bytes = 0
 
         def cast_and_count_buckets() -> Iterator[Bucket]:
-            nonlocal num_sent_tensors, num_bytes
+            nonlocal num_sent_tensors, num_sent_bytes
             assert self._weight_buckets is not None
             for bucket in self._weight_buckets.buckets():
-                cast_tensors = {  # one entry for tied weights, so that they are cast once
-                    storage_key(tensor): tensor.to(
+                cast_tensor_by_storage = {  # one entry for tied weights, so that they are cast once
+                    get_storage_key(tensor): tensor.to(
                         dtype=self.transfer_dtype if tensor.is_floating_point() and not stays_float32(name) else None
                     )
                     for name, tensor in bucket
                 }
                 num_sent_tensors += len(bucket)
-                num_bytes += sum(tensor.nbytes for tensor in cast_tensors.values())
-                yield [(name, cast_tensors[storage_key(tensor)]) for name, tensor in bucket]
+                num_sent_bytes += sum(tensor.nbytes for tensor in cast_tensor_by_storage.values())
+                yield [(name, cast_tensor_by_storage[get_storage_key(tensor)]) for name, tensor in bucket]
 
         if self.engine.weight_format == "shared":
             self.engine.load_weights(version, ())
@@ -92,7 +92,7 @@ class WeightPublisher:
                 self._probe_engines(version)
             self._probed_sleep_levels.add(sleep_level)
         sync_seconds = time.perf_counter() - start_time
-        metrics = {"sync/version": float(version), "sync/bytes": float(num_bytes), "time/sync": sync_seconds}
+        metrics = {"sync/version": float(version), "sync/bytes": float(num_sent_bytes), "time/sync": sync_seconds}
         if isinstance(self.engine, EngineFleet) and self.engine.num_delta_bytes is not None:
             metrics["sync/sent_bytes"] = float(self.engine.num_delta_bytes)
         return metrics
@@ -102,7 +102,7 @@ class WeightPublisher:
         `StageFailed` if they differ by more than rounding can cause."""
         token_ids = make_probe_token_ids(self.model.config.get_text_config().vocab_size)
         trainer_logprobs = self.compute_trainer_logprobs(token_ids).detach().cpu().float()
-        tolerance = logprob_tolerance(self.dtype, self.transfer_dtype)
+        tolerance = choose_logprob_tolerance(self.dtype, self.transfer_dtype)
         if isinstance(self.engine, EngineFleet):
             logprobs_per_engine = self.engine.logprobs_per_engine(token_ids, version)
         else:
@@ -117,7 +117,7 @@ class WeightPublisher:
             logger.info("weights of version %d: engine and trainer differ by %.3g nats per token", version, logprob_gap)
 
 
-def logprob_tolerance(dtype: torch.dtype, transfer_dtype: torch.dtype | None) -> float:
+def choose_logprob_tolerance(dtype: torch.dtype, transfer_dtype: torch.dtype | None) -> float:
     """Return the mean absolute difference between the log-probabilities of engine and trainer that rounding to these
     dtypes can cause."""
     return max(_LOGPROB_TOLERANCES[cast_dtype] for cast_dtype in (dtype, transfer_dtype) if cast_dtype is not None)
@@ -136,7 +136,7 @@ class _WeightGroup:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Tensors to gather, on the meta device if the model is sharded, by key in the state dict."""
-    key_by_name: dict[str, str] = field(default_factory=dict)
+    key_by_base_name: dict[str, str] = field(default_factory=dict)
     """State-dict key of each weight, by name in a model without adapters; tied weights have two names and one key."""
     adapted_layers: dict[str, Any] = field(default_factory=dict)
     """Layers whose adapter is merged before sending, by module name."""
@@ -150,27 +150,30 @@ class _WeightBuckets:
     """Weights of a model, divided into buckets, under the names that engines use."""
 
     def __init__(
-        self, model: PreTrainedModel, full_model: PreTrainedModel | None, weight_format: WeightFormat, bucket_bytes: int
+        self, model: PreTrainedModel, meta_copy: PreTrainedModel | None, weight_format: WeightFormat, bucket_bytes: int
     ) -> None:
         self._model, self._weight_format = model, weight_format
-        complete_model = full_model or model
+        complete_model = meta_copy or model
         if weight_format == "adapter":  # a group for each LoRA factor, named by its key in the state dict
-            state_dict, name_by_key = complete_model.state_dict(keep_vars=True), map_keys_to_base_model(complete_model)
-            weight_groups = [_WeightGroup({k: state_dict[k]}, {k: k}) for k, name in name_by_key.items() if not name]
+            state_dict = complete_model.state_dict(keep_vars=True)
+            base_name_by_key = map_keys_to_base_model(complete_model)
+            weight_groups = [
+                _WeightGroup({k: state_dict[k]}, {k: k}) for k, name in base_name_by_key.items() if not name
+            ]
         else:
-            weight_groups = _group_weights_by_module(complete_model)
+            weight_groups = _collect_weight_groups(complete_model)
         # On a mesh a bucket has half the size, because one bucket is read while the next is gathered.
-        max_bytes, remaining_bytes = bucket_bytes if full_model is None else bucket_bytes // 2, 0
-        self._groups_by_bucket: list[list[_WeightGroup]] = []
+        bucket_capacity, remaining_bucket_bytes = bucket_bytes if meta_copy is None else bucket_bytes // 2, 0
+        self._weight_groups_by_bucket: list[list[_WeightGroup]] = []
         for weight_group in weight_groups:
-            if not self._groups_by_bucket or weight_group.num_bytes > remaining_bytes:
-                self._groups_by_bucket.append([])
-                remaining_bytes = max_bytes
-            self._groups_by_bucket[-1].append(weight_group)
-            remaining_bytes -= weight_group.num_bytes
+            if not self._weight_groups_by_bucket or weight_group.num_bytes > remaining_bucket_bytes:
+                self._weight_groups_by_bucket.append([])
+                remaining_bucket_bytes = bucket_capacity
+            self._weight_groups_by_bucket[-1].append(weight_group)
+            remaining_bucket_bytes -= weight_group.num_bytes
         self._gatherer: FullTensorGatherer | None = None
-        if full_model is not None:
-            max_bucket_bytes = max(sum(group.num_bytes for group in groups) for groups in self._groups_by_bucket)
+        if meta_copy is not None:
+            max_bucket_bytes = max(sum(group.num_bytes for group in groups) for groups in self._weight_groups_by_bucket)
             self._gatherer = FullTensorGatherer(model.state_dict(keep_vars=True), max_bucket_bytes)
 
     def buckets(self) -> Iterator[Bucket]:
@@ -178,7 +181,7 @@ class _WeightBuckets:
         state_dict = self._model.state_dict(keep_vars=True)
         if self._gatherer is not None:
             self._gatherer.tensors = state_dict
-        for weight_groups in self._groups_by_bucket:
+        for weight_groups in self._weight_groups_by_bucket:
             yield self._gather_bucket(weight_groups, state_dict)
 
     @torch.no_grad()
@@ -190,36 +193,36 @@ class _WeightBuckets:
         for weight_group in weight_groups:
             for name, adapted_layer in weight_group.adapted_layers.items():
                 full_tensors |= _merge_layer(name, adapted_layer, full_tensors if gatherer else None)
-            weights |= {name: full_tensors[key] for name, key in weight_group.key_by_name.items()}
+            weights |= {name: full_tensors[key] for name, key in weight_group.key_by_base_name.items()}
         if self._weight_format == "checkpoint":
             weights = revert_weight_conversion(self._model, weights)
         return list(weights.items())
 
 
-def _group_weights_by_module(full_model: PreTrainedModel) -> list[_WeightGroup]:
-    state_dict, adapted_layer_by_name = full_model.state_dict(keep_vars=True), find_adapted_layers(full_model)
-    group_by_parent_module: dict[str, _WeightGroup] = {}
+def _collect_weight_groups(complete_model: PreTrainedModel) -> list[_WeightGroup]:
+    state_dict, adapted_layer_by_name = complete_model.state_dict(keep_vars=True), find_adapted_layers(complete_model)
+    weight_group_by_module: dict[str, _WeightGroup] = {}
     first_key_by_tensor: dict[Tensor, str] = {}
-    group_by_key: dict[str, _WeightGroup] = {}
-    name_by_key = map_keys_to_base_model(full_model)
+    weight_group_by_key: dict[str, _WeightGroup] = {}
+    base_name_by_key = map_keys_to_base_model(complete_model)
     for key in state_dict:
-        name = name_by_key.get(key, "")
+        name = base_name_by_key.get(key, "")
         adapted_layer_name = next((layer for layer in adapted_layer_by_name if key.startswith(f"{layer}.")), "")
         tied_key = first_key_by_tensor.setdefault(state_dict[key], key)
         if tied_key != key:
             # All names of a tied weight belong to one group, that of the first name.
-            weight_group = group_by_key[tied_key]
+            weight_group = weight_group_by_key[tied_key]
         else:
             # Group by the parent of the weight's module or adapted layer, so that q_proj and k_proj share a group.
-            parent_name = (adapted_layer_name or (name or key).rpartition(".")[0]).rpartition(".")[0]
-            weight_group = group_by_parent_module.setdefault(parent_name, _WeightGroup())
+            parent_module_name = (adapted_layer_name or (name or key).rpartition(".")[0]).rpartition(".")[0]
+            weight_group = weight_group_by_module.setdefault(parent_module_name, _WeightGroup())
             weight_group.tensors[key] = state_dict[key]
-        group_by_key[key] = weight_group
+        weight_group_by_key[key] = weight_group
         if adapted_layer_name:
             weight_group.adapted_layers[adapted_layer_name] = adapted_layer_by_name[adapted_layer_name]
         if name:
-            weight_group.key_by_name[name] = tied_key
-    return list(group_by_parent_module.values())
+            weight_group.key_by_base_name[name] = tied_key
+    return list(weight_group_by_module.values())
 
 
 def _merge_layer(layer_name: str, layer: Any, gathered_tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:

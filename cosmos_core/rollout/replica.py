@@ -73,7 +73,7 @@ class _WeightLoad:
     """Queue of the buckets to load; None marks the end of the load, and an error ends an abandoned load."""
     receipt_future: Future[LoadReceipt]
     timeout_seconds: float
-    is_scheduled: bool = False
+    is_load_scheduled: bool = False
     """Whether the command to load the buckets has been queued for the engine's thread."""
 
     def put(self, queue_item: _BucketQueueItem) -> None:
@@ -98,7 +98,7 @@ class EngineReplica:
         that the trainer leaves on a GPU, so the trainer must have its model by then.
         """
         self._engine_commands: queue.Queue[Callable[[Engine], None]] = queue.Queue()
-        self._group_condition = threading.Condition()
+        self._finished_groups_condition = threading.Condition()
         self._finished_groups: list[Group] = []
         self._permanent_error: Exception | None = None
         """Error of model, data or settings during generation, which a restart of the engine would not fix."""
@@ -115,7 +115,7 @@ class EngineReplica:
 
     def begin_session(self, session_id: str) -> EngineDescription:
         """Wait until the engine is open, and discard the requests of earlier sessions, that is, of earlier trainers."""
-        with self._group_condition:
+        with self._finished_groups_condition:
             if self._engine_thread.ident is None:
                 self._engine_thread.start()
         engine_description = self._description_future.result()
@@ -128,12 +128,12 @@ class EngineReplica:
                 os._exit(1)  # exit, because without `abort` the engine would generate its old requests in this session
             while self._num_groups_in_flight:
                 self._generate(engine)
-            with self._group_condition:
+            with self._finished_groups_condition:
                 self._session_id, self._finished_groups, self._permanent_error = session_id, [], None
 
         if self._weight_load is not None and not self._weight_load.receipt_future.done():
             # End the weight load of an earlier trainer, which has died and will send no more buckets.
-            if self._weight_load.is_scheduled:
+            if self._weight_load.is_load_scheduled:
                 self._weight_load.put(StageFailed("weight sync: the trainer has gone"))
             self._weight_load = None
         self._run_on_engine_thread(reset_session)
@@ -149,13 +149,14 @@ class EngineReplica:
         self._check_session_id(session_id)
         self._run_on_engine_thread(submit)
 
-    def completed(self, session_id: str, max_seconds: float) -> tuple[list[Group], int]:
-        """Wait at most `max_seconds` for a group. Return all finished groups and the engine's number of forward passes,
-        which does not grow while the engine hangs. Raise a `ConnectionError` as `submit` does, and an error of model,
-        data or settings that ended the generation."""
-        with self._group_condition:
-            self._group_condition.wait_for(
-                lambda: self._finished_groups or self._permanent_error or session_id != self._session_id, max_seconds
+    def completed(self, session_id: str, max_wait_seconds: float) -> tuple[list[Group], int]:
+        """Wait at most `max_wait_seconds` for a group. Return all finished groups and the engine's number of forward
+        passes, which does not grow while the engine hangs. Raise a `ConnectionError` as `submit` does, and an error of
+        model, data or settings that ended the generation."""
+        with self._finished_groups_condition:
+            self._finished_groups_condition.wait_for(
+                lambda: self._finished_groups or self._permanent_error or session_id != self._session_id,
+                max_wait_seconds,
             )
             self._check_session_id(session_id)
             if self._permanent_error is not None:
@@ -175,14 +176,14 @@ class EngineReplica:
         buckets = queue.Queue[_BucketQueueItem](0 if loads_in_background else 1)
         bucket_timeout_seconds = max(_MIN_BUCKET_TIMEOUT_SECONDS, _BUCKET_TIMEOUT_FACTOR * timeout_seconds)
         self._weight_load = weight_load = _WeightLoad(
-            buckets, Future(), bucket_timeout_seconds, is_scheduled=not loads_in_background
+            buckets, Future(), bucket_timeout_seconds, is_load_scheduled=not loads_in_background
         )
         if not loads_in_background:
             self._engine_commands.put(lambda engine: self._load_buckets(engine, weight_load, version))
 
     def receive_bucket(self, packed_bucket: PackedBucket) -> None:
         """Receive the next bucket of the weight load in progress."""
-        self._get_current_load().put(packed_bucket)
+        self._get_current_weight_load().put(packed_bucket)
 
     def receive_kept_bucket(self, bucket_index: int, bucket: PackedBucket | ChangedWords) -> None:
         """Receive a bucket of the weight load in progress, or its difference from the last load, and keep the bucket
@@ -205,7 +206,7 @@ class EngineReplica:
 
     def receive_native_bucket(self, bucket_header: BucketHeader, timeout_seconds: float) -> None:
         """Receive the next bucket by NCCL or CUDA IPC; raise `TransferFailed` if it does not arrive in time."""
-        weight_load = self._get_current_load()
+        weight_load = self._get_current_weight_load()
         received_future: Future[None] = Future()
         weight_load.put(_NativeBucket(bucket_header, timeout_seconds, received_future))
         pending_futures: list[Future[Any]] = [received_future, weight_load.receipt_future]
@@ -214,18 +215,20 @@ class EngineReplica:
             raise TransferFailed("the engine's weight load has ended")
         received_future.result()
 
-    def end_weight_load(self, version: int, *, loads_in_background: bool, drains: bool) -> LoadReceipt:
+    def end_weight_load(self, version: int, *, loads_in_background: bool, drains_requests: bool) -> LoadReceipt:
         """End the load after the last bucket, and wait until all weights are loaded. With `loads_in_background`, the
-        engine begins only now to load the buckets that it has received. With `drains`, it first generates until no
-        request is in flight. Raise a `StageFailed` if a tensor is missing, or the model has no such tensor."""
-        weight_load = self._get_current_load()
+        engine begins only now to load the buckets that it has received. With `drains_requests`, it first generates
+        until no request is in flight. Raise a `StageFailed` if a tensor is missing, or the model has no such tensor."""
+        weight_load = self._get_current_weight_load()
         weight_load.put(None)
         if loads_in_background:
-            weight_load.is_scheduled = True
-            self._engine_commands.put(lambda engine: self._load_buckets(engine, weight_load, version, drains=drains))
+            weight_load.is_load_scheduled = True
+            self._engine_commands.put(
+                lambda engine: self._load_buckets(engine, weight_load, version, drains_requests=drains_requests)
+            )
         return weight_load.receipt_future.result()
 
-    def _get_current_load(self) -> _WeightLoad:
+    def _get_current_weight_load(self) -> _WeightLoad:
         """Return the weight load in progress; raise a `ConnectionError` if it began in a process that has died."""
         if self._weight_load is None:
             raise ConnectionError("the process in which the load began has died")
@@ -275,9 +278,9 @@ class EngineReplica:
         try:
             groups = getattr(engine, "step", engine.completed)()
         except (ConfigError, DataError, ModelError) as error:
-            with self._group_condition:
+            with self._finished_groups_condition:
                 self._permanent_error, self._num_groups_in_flight = error, 0
-                self._group_condition.notify_all()
+                self._finished_groups_condition.notify_all()
             return
         except Exception:
             logger.exception("the engine failed")
@@ -285,14 +288,16 @@ class EngineReplica:
         self._count_forward_pass()
         self._num_groups_in_flight -= len(groups)
         if groups:
-            with self._group_condition:
+            with self._finished_groups_condition:
                 self._finished_groups += groups
-                self._group_condition.notify_all()
+                self._finished_groups_condition.notify_all()
 
-    def _load_buckets(self, engine: Engine, weight_load: _WeightLoad, version: int, *, drains: bool = False) -> None:
-        """Load the weights of version `version` into the engine, as the buckets of `weight_load` arrive; with `drains`,
-        first generate until no request is in flight."""
-        while drains and self._num_groups_in_flight:
+    def _load_buckets(
+        self, engine: Engine, weight_load: _WeightLoad, version: int, *, drains_requests: bool = False
+    ) -> None:
+        """Load the weights of version `version` into the engine, as the buckets of `weight_load` arrive; with
+        `drains_requests`, first generate until no request is in flight."""
+        while drains_requests and self._num_groups_in_flight:
             # Each forward pass counts as progress, so that the trainer does not kill the engine as hung.
             self._generate(engine)
 
@@ -317,11 +322,13 @@ def unpack_bucket(packed_bucket: PackedBucket) -> Bucket:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         packed_bytes = torch.from_numpy(packed_bucket.data)
-    header = packed_bucket.header
-    dtypes = [getattr(torch, name) for name in header.dtype_names]
-    tensor_sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(header.shapes, dtypes, strict=True)]
-    tensor_slices = zip(header.names, packed_bytes.split(tensor_sizes), dtypes, strict=True)
-    return header.make_bucket({name: tensor_bytes.view(dtype) for name, tensor_bytes, dtype in tensor_slices})
+    bucket_header = packed_bucket.header
+    dtypes = [getattr(torch, name) for name in bucket_header.dtype_names]
+    tensor_sizes = [
+        math.prod(shape) * dtype.itemsize for shape, dtype in zip(bucket_header.shapes, dtypes, strict=True)
+    ]
+    tensor_slices = zip(bucket_header.names, packed_bytes.split(tensor_sizes), dtypes, strict=True)
+    return bucket_header.make_bucket({name: tensor_bytes.view(dtype) for name, tensor_bytes, dtype in tensor_slices})
 
 
 def _get_native_link(engine: Engine) -> Any:

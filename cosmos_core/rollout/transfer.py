@@ -48,31 +48,31 @@ class WeightLoad:
 
     def __init__(self, engine_pool: EnginePool, processes: Sequence[EngineProcess]) -> None:
         self._engine_pool, self.processes = engine_pool, list(processes)
-        self._process_by_reply: dict[Future[Any], EngineProcess] = {}
+        self._engine_process_by_reply: dict[Future[Any], EngineProcess] = {}
 
     def call_engines(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], shared_value: Any = None, positions: Sequence[int] = ()
+        self, method: str, arguments: Sequence[tuple[Any, ...]], shared_value: Any = None, indices: Sequence[int] = ()
     ) -> list[Future[Any]]:
-        """Call a method of each engine of the load, or only of those at `positions`, without waiting; `arguments` has
+        """Call a method of each engine of the load, or only of those at `indices`, without waiting; `arguments` has
         one tuple per call, and `shared_value`, unless it is None, is the last argument of each. Return the futures of
         the replies."""
-        processes = [self.processes[i] for i in positions] if positions else self.processes
+        processes = [self.processes[i] for i in indices] if indices else self.processes
         engine_calls = zip(processes, arguments, strict=True)
         replies = [p.engine.handle.call(method, *call_args, shared_value=shared_value) for p, call_args in engine_calls]
-        self._process_by_reply.update(zip(replies, processes, strict=True))
+        self._engine_process_by_reply.update(zip(replies, processes, strict=True))
         return replies
 
     def await_replies(self, replies: Sequence[Future[Any]]) -> list[int]:
         """Wait for the replies of engines, and remove engines whose process died from the load. Return the positions,
         among the remaining engines, of those whose call raised `TransferFailed`."""
-        process_reply_pairs = [(self._process_by_reply.pop(reply), reply) for reply in replies]
-        self._engine_pool.await_replies([(process.engine, reply) for process, reply in process_reply_pairs])
+        processes_and_replies = [(self._engine_process_by_reply.pop(reply), reply) for reply in replies]
+        self._engine_pool.await_replies([(process.engine, reply) for process, reply in processes_and_replies])
         dead_process_ids, failed_process_ids = set(), set()
-        for process, reply in process_reply_pairs:
+        for process, reply in processes_and_replies:
             try:
                 reply.result()
             except ConnectionError as error:
-                self._engine_pool.mark_dead(*process, error)
+                self._engine_pool.mark_engine_dead(*process, error)
                 dead_process_ids.add(id(process))
             except TransferFailed:
                 failed_process_ids.add(id(process))
@@ -87,12 +87,12 @@ class HostWeightLink:
     def __init__(self, weight_load: WeightLoad) -> None:
         self._weight_load = weight_load
 
-    def send(self, bucket: Bucket, engine_positions: Sequence[int] = ()) -> None:
-        """Send a bucket of weights to all engines of the load, or only to those at `engine_positions`."""
+    def send(self, bucket: Bucket, engine_indices: Sequence[int] = ()) -> None:
+        """Send a bucket of weights to all engines of the load, or only to those at `engine_indices`."""
         if processes := self._weight_load.processes:
             packed_bucket = processes[0].engine.handle.put(pack_bucket(bucket))
-            call_arguments: list[tuple[()]] = [()] * len(engine_positions or processes)
-            replies = self._weight_load.call_engines("receive_bucket", call_arguments, packed_bucket, engine_positions)
+            call_arguments: list[tuple[()]] = [()] * len(engine_indices or processes)
+            replies = self._weight_load.call_engines("receive_bucket", call_arguments, packed_bucket, engine_indices)
             self._weight_load.await_replies(replies)
 
     def end_weight_load(self) -> None:
@@ -126,24 +126,27 @@ class DeltaWeightLink(HostWeightLink):
 
     def __init__(self, delta_transfer: DeltaWeightTransfer, weight_load: WeightLoad) -> None:
         super().__init__(weight_load)
-        self._transfer, self._num_buckets, self._has_changed_values = delta_transfer, 0, False
+        self._weight_transfer, self._num_buckets, self._has_changed_values = delta_transfer, 0, False
         # Empty the list, which `confirm_weight_load` fills again: if the load fails, the next load sends all values.
-        self._previous_processes, delta_transfer.up_to_date_processes = delta_transfer.up_to_date_processes, []
+        self._previously_up_to_date, delta_transfer.up_to_date_processes = delta_transfer.up_to_date_processes, []
         delta_transfer.num_sent_bytes = 0
 
-    def send(self, bucket: Bucket, engine_positions: Sequence[int] = ()) -> None:
-        assert not engine_positions
+    def send(self, bucket: Bucket, engine_indices: Sequence[int] = ()) -> None:
+        assert not engine_indices
         if not is_first_rank():
             return
-        bucket_index, self._num_buckets, sent_buckets = self._num_buckets, self._num_buckets + 1, self._transfer.buckets
+        bucket_index, sent_buckets = self._num_buckets, self._weight_transfer.buckets
+        self._num_buckets += 1
         previous_bucket, packed_bucket = sent_buckets.get(bucket_index), pack_bucket(bucket)
         sent_buckets[bucket_index] = packed_bucket
         changed_words = None
         if previous_bucket is not None and previous_bucket.header == packed_bucket.header:
             changed_words = find_changed_words(previous_bucket.data, packed_bucket.data)
         self._has_changed_values |= changed_words is None or changed_words.nbytes > 0
-        up_to_date_ids = set(map(id, self._previous_processes)) if changed_words is not None else set()
-        has_previous_weights = [id(process.description) in up_to_date_ids for process in self._weight_load.processes]
+        up_to_date_description_ids = set(map(id, self._previously_up_to_date)) if changed_words is not None else set()
+        has_previous_weights = [
+            id(process.description) in up_to_date_description_ids for process in self._weight_load.processes
+        ]
         replies: list[Future[Any]] = []
         for shared_bucket, gets_changes in ((changed_words, True), (packed_bucket, False)):
             if receivers := [i for i, has_weights in enumerate(has_previous_weights) if has_weights is gets_changes]:
@@ -154,15 +157,15 @@ class DeltaWeightLink(HostWeightLink):
         num_bytes = packed_bucket.data.nbytes
         if changed_words is not None and any(has_previous_weights):
             num_bytes = changed_words.nbytes
-        self._transfer.num_sent_bytes += num_bytes
+        self._weight_transfer.num_sent_bytes += num_bytes
 
     def confirm_weight_load(self) -> None:
         if not self._num_buckets:
             return
         loaded_processes = [process.description for process in self._weight_load.processes]
         # A load may include only new engines. If no value has changed, the other engines still have the same weights.
-        unchanged_processes = [] if self._has_changed_values else self._previous_processes
-        self._transfer.up_to_date_processes = [*unchanged_processes, *loaded_processes]
+        unchanged_processes = [] if self._has_changed_values else self._previously_up_to_date
+        self._weight_transfer.up_to_date_processes = [*unchanged_processes, *loaded_processes]
 
 
 class NativeWeightTransfer:
@@ -171,7 +174,7 @@ class NativeWeightTransfer:
 
     def __init__(self, transport: WeightTransport, ranks_per_engine: int) -> None:
         self.transport, self._ranks_per_engine = transport, ranks_per_engine
-        self._last_processes: list[EngineDescription | None] = []
+        self._last_descriptions: list[EngineDescription | None] = []
         """Engine processes of the last attempt to connect them with the trainer, in order."""
         self._is_connected = False
         self.num_failed_transfers = 0
@@ -198,15 +201,15 @@ class NativeWeightTransfer:
     def is_connected(self, processes: Sequence[EngineProcess]) -> bool:
         """Return whether exactly these engine processes are connected with the trainer, in this order."""
         # Compare process descriptions by identity, because another process may have equal values, such as a reused pid.
-        return self._is_connected and list(map(id, self._last_processes)) == [id(p.description) for p in processes]
+        return self._is_connected and list(map(id, self._last_descriptions)) == [id(p.description) for p in processes]
 
     def _ensure_connection(self, weight_load: WeightLoad) -> bool:
         if self.is_connected(weight_load.processes):
             return True
-        process_descriptions = [process.description for process in weight_load.processes]
-        if list(map(id, process_descriptions)) != list(map(id, self._last_processes)):
-            self._last_processes, self.num_failed_transfers, self._is_connected = process_descriptions, 0, False
-        if process_descriptions and self.num_failed_transfers < _MAX_TRANSFER_FAILURES:
+        engine_descriptions = [process.description for process in weight_load.processes]
+        if list(map(id, engine_descriptions)) != list(map(id, self._last_descriptions)):
+            self._last_descriptions, self.num_failed_transfers, self._is_connected = engine_descriptions, 0, False
+        if engine_descriptions and self.num_failed_transfers < _MAX_TRANSFER_FAILURES:
             # After an error, weights are sent through host memory, which needs neither NCCL nor CUDA IPC.
             with log_errors(lambda error: self.disconnect_after_failure(first_line(error))):
                 self._connect_engines(weight_load)
@@ -215,14 +218,16 @@ class NativeWeightTransfer:
 
     def _connect_engines(self, weight_load: WeightLoad) -> None:
         num_processes = len(weight_load.processes)
-        if not all(description and description.supports_native_transfer for description in self._last_processes):
+        if not all(description and description.supports_native_transfer for description in self._last_descriptions):
             self.num_failed_transfers = _MAX_TRANSFER_FAILURES  # disable native transfer for these engines
             raise TransferFailed("an engine has no native link")
         init_infos = self.transport.prepare_connection(num_processes, self._ranks_per_engine)
         call_arguments = [(self.transport.backend, init_info, _CONNECT_TIMEOUT_SECONDS) for init_info in init_infos]
         replies = weight_load.call_engines("connect_link", call_arguments)
         try:
-            call_with_timeout(_CONNECT_TIMEOUT_SECONDS, self.transport.connect, has_failed=_make_failure_check(replies))
+            call_with_timeout(
+                _CONNECT_TIMEOUT_SECONDS, self.transport.connect, has_peer_failed=_make_failure_check(replies)
+            )
         finally:
             failed_engine_indices = weight_load.await_replies(replies)
         if failed_engine_indices or len(weight_load.processes) < num_processes:
@@ -235,51 +240,55 @@ class NativeWeightLink(HostWeightLink):
 
     def __init__(self, native_transfer: NativeWeightTransfer, weight_load: WeightLoad) -> None:
         super().__init__(weight_load)
-        self._transfer, self._has_failed = native_transfer, False
+        self._weight_transfer, self._has_transfer_failed = native_transfer, False
 
-    def send(self, bucket: Bucket, engine_positions: Sequence[int] = ()) -> None:
-        assert not engine_positions
-        if self._has_failed:
+    def send(self, bucket: Bucket, engine_indices: Sequence[int] = ()) -> None:
+        assert not engine_indices
+        if self._has_transfer_failed:
             super().send(bucket)
             return
-        positions_without_bucket: Sequence[int] = range(len(self._weight_load.processes))
+        indices_without_bucket: Sequence[int] = range(len(self._weight_load.processes))
         try:
-            header = self._transfer.transport.stage_bucket(bucket)
+            bucket_header = self._weight_transfer.transport.stage_bucket(bucket)
         except TransferFailed as error:
             failure_reason = str(error)
         else:
-            failure_reason, positions_without_bucket = self._transfer_bucket(header) if is_first_rank() else ("", ())
-            failure_reason = self._transfer.transport.broadcast_failure(failure_reason)
+            failure_reason, indices_without_bucket = (
+                self._transfer_bucket(bucket_header) if is_first_rank() else ("", ())
+            )
+            failure_reason = self._weight_transfer.transport.broadcast_failure(failure_reason)
         if failure_reason:
-            self._has_failed = True
-            self._transfer.disconnect_after_failure(failure_reason)
-            if positions_without_bucket:
-                super().send(bucket, positions_without_bucket)
+            self._has_transfer_failed = True
+            self._weight_transfer.disconnect_after_failure(failure_reason)
+            if indices_without_bucket:
+                super().send(bucket, indices_without_bucket)
 
     def end_weight_load(self) -> None:
         """Free the send buffers of the ranks after the last bucket of the load."""
-        self._transfer.transport.end_weight_load()
-        if not self._has_failed:
-            self._transfer.num_failed_transfers = 0
+        self._weight_transfer.transport.end_weight_load()
+        if not self._has_transfer_failed:
+            self._weight_transfer.num_failed_transfers = 0
 
     def _transfer_bucket(self, bucket_header: BucketHeader) -> tuple[str, Sequence[int]]:
         """Send the bucket in the send buffer to all engines; return the reason of a failure or "", and the positions of
         engines that lack the bucket."""
-        transport, num_processes, failure_reason = self._transfer.transport, len(self._weight_load.processes), ""
-        if not self._transfer.is_connected(self._weight_load.processes):
+        transport, num_processes, failure_reason = self._weight_transfer.transport, len(self._weight_load.processes), ""
+        if not self._weight_transfer.is_connected(self._weight_load.processes):
             return "an engine died", range(num_processes)
         call_arguments = [(bucket_header, _BUCKET_TIMEOUT_SECONDS)] * num_processes
         replies = self._weight_load.call_engines("receive_native_bucket", call_arguments)
         try:
-            has_failed = _make_failure_check(replies)
-            call_with_timeout(_BUCKET_TIMEOUT_SECONDS, transport.transmit, abort=transport.abort, has_failed=has_failed)
+            has_peer_failed = _make_failure_check(replies)
+            call_with_timeout(
+                _BUCKET_TIMEOUT_SECONDS, transport.transmit, abort=transport.abort, has_peer_failed=has_peer_failed
+            )
         except Exception as error:  # noqa: BLE001 - the engines get the bucket by the host link
             failure_reason = first_line(error)
             transport.abort()
-        positions_without_bucket = self._weight_load.await_replies(replies)
-        if positions_without_bucket or len(self._weight_load.processes) < num_processes:
+        indices_without_bucket = self._weight_load.await_replies(replies)
+        if indices_without_bucket or len(self._weight_load.processes) < num_processes:
             failure_reason = failure_reason or "an engine did not receive a bucket"
-        return failure_reason, positions_without_bucket
+        return failure_reason, indices_without_bucket
 
 
 def _make_failure_check(replies: Sequence[Future[Any]]) -> Callable[[], bool]:

@@ -25,7 +25,7 @@ from cosmos_core.rollout.base import EngineSettings, EngineWrapper, UnfinishedGr
 from cosmos_core.tools.base import ToolCall, ToolResult, parse_tool_calls
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment, Turn
 
-_TOOL_TIMEOUT = timedelta(days=1)
+_TOOL_CALL_TIMEOUT = timedelta(days=1)
 """Time for which the ranks of an engine wait for the tools that its first rank calls; each tool has a shorter limit."""
 
 
@@ -70,7 +70,7 @@ class MultiTurnEngine(EngineWrapper):
             self.abort = self._abort_conversations
         self._rank_group: dist.ProcessGroup | None = None
         if (ranks_per_engine := engine.ranks_per_engine) > 1:
-            self._rank_group, _ = dist.new_subgroups(ranks_per_engine, timeout=_TOOL_TIMEOUT, backend="gloo")
+            self._rank_group, _ = dist.new_subgroups(ranks_per_engine, timeout=_TOOL_CALL_TIMEOUT, backend="gloo")
         num_workers = max(1, count_usable_cores() // num_ranks())
         self._send_heartbeat = settings.beat
         self._tool_runner = make_tool_runner(multi_turn_config, num_workers, partial(send_heartbeat, settings.beat))
@@ -128,15 +128,15 @@ class MultiTurnEngine(EngineWrapper):
     def _add_turn(self, conversation: _Conversation, turn_completion: Completion) -> bool:
         """Add a turn of the policy to a conversation, and return whether the conversation has ended."""
         num_tokens_left, turn_text = conversation.num_tokens_left, turn_completion.text
-        is_too_long = turn_completion.num_sampled > num_tokens_left
-        is_truncated = turn_completion.finish_reason == "length" or is_too_long
+        is_turn_too_long = turn_completion.num_sampled > num_tokens_left
+        is_turn_truncated = turn_completion.finish_reason == "length" or is_turn_too_long
         segments = _truncate_segments(turn_completion.segments, num_tokens_left)
         token_ids = [token for segment in segments for token in segment.token_ids]
-        if is_too_long:
+        if is_turn_too_long:
             # Shorten the text: the turn was sampled with the limit of another turn, the largest of the submission.
             turn_text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
         conversation.tool_calls = []
-        if self._has_tools and not is_truncated:
+        if self._has_tools and not is_turn_truncated:
             # Keep special tokens, which may mark tool calls; decode also without the last one, which may end the turn.
             decoded_texts = [str(self._tokenizer.decode(kept_ids)) for kept_ids in (token_ids[:-1], token_ids)]
             conversation.tool_calls = parse_tool_calls(decoded_texts[-1])
@@ -146,7 +146,7 @@ class MultiTurnEngine(EngineWrapper):
         conversation.num_policy_turns += 1
         if conversation.tool_calls and conversation.num_policy_turns < self._max_turns:
             return False
-        conversation.end_conversation("length" if is_truncated or conversation.tool_calls else "stop")
+        conversation.end_conversation("length" if is_turn_truncated or conversation.tool_calls else "stop")
         return True
 
     def _submit_next_turns(self, conversations: Sequence[_Conversation]) -> None:
@@ -155,15 +155,15 @@ class MultiTurnEngine(EngineWrapper):
         if self._rank_group is None or not tool_calls:
             tool_results = iter(self._tool_runner.run_tool_calls(tool_calls))
         else:  # the first rank of an engine calls the tools for all ranks of the engine
-            first_rank_number = dist.get_global_rank(self._rank_group, 0)
-            local_results = self._tool_runner.run_tool_calls(tool_calls) if rank_number() == first_rank_number else []
-            result_fields = [(result.text, result.is_error) for result in local_results]
-            received_fields = exchange.broadcast(result_fields, first_rank_number, self._rank_group)
-            tool_results = (ToolResult(*values) for values in received_fields)
+            leader_rank = dist.get_global_rank(self._rank_group, 0)
+            local_tool_results = self._tool_runner.run_tool_calls(tool_calls) if rank_number() == leader_rank else []
+            tool_result_fields = [(result.text, result.is_error) for result in local_tool_results]
+            received_result_fields = exchange.broadcast(tool_result_fields, leader_rank, self._rank_group)
+            tool_results = (ToolResult(*values) for values in received_result_fields)
         prompts_by_submission_key: dict[tuple[Sampling, int], list[tuple[Prompt, int]]] = defaultdict(list)
         for conversation in conversations:
             results_with_tool_names = [(call.name or "unknown", next(tool_results)) for call in conversation.tool_calls]
-            if (prompt := self._next_prompt(conversation, results_with_tool_names)) is None:
+            if (prompt := self._make_next_prompt(conversation, results_with_tool_names)) is None:
                 conversation.end_conversation("length")
                 continue
             self._conversation_by_id[prompt.id] = conversation
@@ -175,23 +175,25 @@ class MultiTurnEngine(EngineWrapper):
             turn_sampling = replace(sampling, num_completions=1, max_tokens=max_turn_tokens)
             self._engine.submit([prompt for prompt, _ in prompts], turn_sampling, step)
 
-    def _next_prompt(self, conversation: _Conversation, results: Sequence[tuple[str, ToolResult]]) -> Prompt | None:
+    def _make_next_prompt(
+        self, conversation: _Conversation, named_results: Sequence[tuple[str, ToolResult]]
+    ) -> Prompt | None:
         """Add tool results to a conversation, and return the prompt of its next turn; None: no tokens are left."""
-        conversation.turns += [Turn("tool", result.text, result.is_error) for _, result in results]
-        result_token_ids, group = self._tool_result_tokens.tokenise_results(results), conversation.group
-        earlier_token_ids = [token for segment in conversation.segments for token in segment.token_ids]
-        later_token_ids = (*earlier_token_ids, *result_token_ids)
-        token_ids = (*group.prompt.token_ids, *later_token_ids)
-        if len(result_token_ids) >= conversation.num_tokens_left or len(token_ids) >= self._max_model_len:
+        conversation.turns += [Turn("tool", result.text, result.is_error) for _, result in named_results]
+        tool_result_token_ids, group = self._tool_result_tokens.tokenise_results(named_results), conversation.group
+        conversation_token_ids = [token for segment in conversation.segments for token in segment.token_ids]
+        later_turn_token_ids = (*conversation_token_ids, *tool_result_token_ids)
+        token_ids = (*group.prompt.token_ids, *later_turn_token_ids)
+        if len(tool_result_token_ids) >= conversation.num_tokens_left or len(token_ids) >= self._max_model_len:
             return None
-        conversation.segments.append(Segment(result_token_ids, False, (), conversation.segments[-1].version))
+        conversation.segments.append(Segment(tool_result_token_ids, False, (), conversation.segments[-1].version))
         turn_key = (group.prompt.id, group.step, conversation.k, conversation.num_policy_turns)
-        request_id_candidates = (turn_request_id(*turn_key, attempt_index) for attempt_index in count())
+        request_id_candidates = (make_turn_request_id(*turn_key, attempt_index) for attempt_index in count())
         request_id = next(id_ for id_ in request_id_candidates if id_ not in self._conversation_by_id)
-        return replace(group.prompt, id=request_id, token_ids=token_ids, later_turn_token_ids=later_token_ids)
+        return replace(group.prompt, id=request_id, token_ids=token_ids, later_turn_token_ids=later_turn_token_ids)
 
 
-def turn_request_id(prompt_id: int, step: int, completion_index: int, turn_index: int, attempt: int = 0) -> int:
+def make_turn_request_id(prompt_id: int, step: int, completion_index: int, turn_index: int, attempt: int = 0) -> int:
     """Return the prompt id of a later turn of a conversation; `attempt` distinguishes requests for one prompt in one
     step."""
     id_digest = hashlib.sha256(f"turn/{prompt_id}/{step}/{completion_index}/{turn_index}/{attempt}".encode()).digest()

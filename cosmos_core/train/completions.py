@@ -21,7 +21,7 @@ import numpy as np
 
 from cosmos_core.observe import gallery
 from cosmos_core.parallel.mesh import is_first_rank
-from cosmos_core.rollout.groups import reward_means
+from cosmos_core.rollout.groups import compute_reward_means
 from cosmos_core.run.files import raise_disk_full, write_text
 from cosmos_core.types import Completion, ScoredGroup
 
@@ -110,7 +110,9 @@ class CompletionLog:
             f"raise rollout.max_response_length{turn_limit_remedy} (with mask_truncated_completions nothing is "
             f"learned of them)",
         )  # fmt: skip
-        self._recent_reward_means.append({name: mean for name, mean in reward_means(groups).items() if "/" not in name})
+        self._recent_reward_means.append(
+            {name: mean for name, mean in compute_reward_means(groups).items() if "/" not in name}
+        )
         opposed_rewards_message = _describe_opposed_rewards(self._recent_reward_means)
         self._warn_once(
             "opposed", bool(opposed_rewards_message),

@@ -18,7 +18,7 @@ from cosmos_core.data.media_rows import MediaRows, open_media_prompts
 from cosmos_core.data.order import rows_at_positions
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.rollout.base import EngineDenoiser, request_seed
-from cosmos_core.rollout.flow_path import SHARED_NOISE_INDEX, get_noise_levels, stochastic_steps
+from cosmos_core.rollout.flow_path import SHARED_NOISE_INDEX, choose_stochastic_steps, get_noise_levels
 from cosmos_core.train.feeds import DATA_TERM_SEED_OFFSET, rows_per_step
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import FlowSampling, Sampling
@@ -77,7 +77,7 @@ def make_data_term(
         assert sampling.flow is not None
         completion_index = SHARED_NOISE_INDEX if sampling.flow.has_common_initial_noise else 0
         all_noise_levels = get_noise_levels(adapter.family, sampling.flow).tolist()
-        stochastic_step_indices = stochastic_steps(sampling.flow, sampling.seed, step)
+        stochastic_step_indices = choose_stochastic_steps(sampling.flow, sampling.seed, step)
         noise_levels = [all_noise_levels[i] for i in stochastic_step_indices if i in sampling.flow.trained_steps]
         # If the recipe selects no steps, train at all noise levels except the last, which is 0.
         noise_levels = (noise_levels or all_noise_levels[:-1])[: 1 if flow_rl_config.data_on_first_only else None]

@@ -22,7 +22,7 @@ from cosmos_core.models.lora import has_lora_adapter
 from cosmos_core.models.open_causal_lm import open_image_reader
 from cosmos_core.observe.logs import configure_logging
 from cosmos_core.rewards.runner import ScoreGroupsFn
-from cosmos_core.rollout.async_groups import AsyncGroupSource, prompts_by_position
+from cosmos_core.rollout.async_groups import AsyncGroupSource, make_prompt_reader
 from cosmos_core.rollout.base import Engine, EngineSettings, WeightFormat
 from cosmos_core.rollout.fleet import EngineFleet
 from cosmos_core.rollout.groups import GroupPlan, GroupSource
@@ -145,9 +145,9 @@ class RolloutSetup:
         if sleeps_in_training:  # generate nothing ahead: sleeping engines would lose requests in flight
             max_version_lag, num_extra_prompts, max_steps_ahead = train.sync_weight_interval - 1, 0, 1
         num_steps = total_steps(train, recipe.group_size, prompt_order.num_prompts)
-        take_prompts = prompts_by_position(prompt_order, prompt_order.prompts_per_step, num_steps)
+        take_prompts = make_prompt_reader(prompt_order, prompt_order.prompts_per_step, num_steps)
         if recipe.may_split_groups or group_filter:
-            end_prompt_position = None if group_filter else group_plan.first_position(num_steps)
+            end_prompt_position = None if group_filter else group_plan.get_first_position(num_steps)
             take_prompts = partial(prompt_order.take_prompts, end_position=end_prompt_position)
         group_source = AsyncGroupSource(
             self.engine_fleet, take_prompts, self.make_local_scorer(recipe.training_rewards),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.rollout.publish import logprob_tolerance
+from cosmos_core.rollout.publish import choose_logprob_tolerance
 from cosmos_core.types import Sampling
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class LogprobDriftCheck:
         `transfer_dtype`; None: no cast. With `should_stop`, a difference above the tolerance ends the stage. The
         tolerance is larger for a model with dropout, which only the trainer applies."""
         self._should_stop = should_stop
-        self._tolerance = logprob_tolerance(dtype, transfer_dtype) + _max_logprob_shift(sampling)
+        self._tolerance = choose_logprob_tolerance(dtype, transfer_dtype) + _max_logprob_shift(sampling)
         self._tolerance = max(self._tolerance, _OLD_WEIGHTS_TOLERANCE_NATS) if has_dropout else self._tolerance
         self._has_warned = False
 

@@ -27,7 +27,7 @@ from cosmos_core.rewards.exchange import read_service_endpoints
 from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.runner import RewardRunner, ScoreGroupsFn
 from cosmos_core.rollout.base import Engine, generate
-from cosmos_core.rollout.groups import dataset_means, reward_means, turn_metrics
+from cosmos_core.rollout.groups import compute_dataset_means, compute_reward_means, compute_turn_metrics
 from cosmos_core.run.files import parse_json_objects, raise_disk_full, write_text
 from cosmos_core.run.progress import has_step
 from cosmos_core.run.workspace import Workspace
@@ -95,15 +95,18 @@ def completion_metrics(
         accuracy = float(np.concatenate(correct_flags_by_prompt).mean())
         correctness_metrics = {"validation/accuracy": accuracy, **_estimate_pass_at_k(correct_flags_by_prompt)}
     return {
-        **{VALIDATION_METRIC_PREFIX + n.partition("/")[2]: value for n, value in turn_metrics(completions).items()},
+        **{
+            VALIDATION_METRIC_PREFIX + n.partition("/")[2]: value
+            for n, value in compute_turn_metrics(completions).items()
+        },
         "validation/reward": float(reward_values.mean()),
         **_estimate_standard_error(groups),
         "validation/invalid": float(num_completions - len(reward_values)),
         **({"validation/length_mean": float(np.mean(completion_lengths))} if completion_lengths else {}),
         "validation/prompts": float(len(groups)),
         **correctness_metrics,
-        **{f"validation/reward/{name}": mean for name, mean in reward_means(groups).items()},
-        **{f"validation/reward/{source}/mean": mean for source, mean in dataset_means(groups).items()},
+        **{f"validation/reward/{name}": mean for name, mean in compute_reward_means(groups).items()},
+        **{f"validation/reward/{source}/mean": mean for source, mean in compute_dataset_means(groups).items()},
     }
 
 
@@ -266,10 +269,10 @@ def open_rewards(
         rewards,
         timeout_seconds=reward_settings.timeout_seconds,
         timeout_by_reward={"judge": judge_settings.timeout_seconds} if judge_settings else {},
-        constant_fields=reward_settings.keyword_values | ({} if max_tokens is None else {"max_tokens": max_tokens}),
-        environment_names=secret_variable_names,
+        request_constants=reward_settings.keyword_values | ({} if max_tokens is None else {"max_tokens": max_tokens}),
+        env_variable_names=secret_variable_names,
         on_wait=on_wait,
-        calls_per_group=reward_settings.calls_per_group,
+        scores_whole_groups=reward_settings.calls_per_group,
     ) as reward_runner:
         yield reward_runner.score_groups
 

@@ -112,7 +112,7 @@ class RolloutFeed(SampleFeed):
         completed steps count as used."""
         super().load_state_dict(state)
         self._pass_rates.load_state_dict(state.get("pass_rates", {}))
-        default_source_state = {"drawn": self._group_plan.first_position(self.step)}
+        default_source_state = {"drawn": self._group_plan.get_first_position(self.step)}
         self._group_source.load_state_dict({**default_source_state, **state.get("source", {})})
         self.total_steps = self.step if self._has_ended else self.total_steps
 

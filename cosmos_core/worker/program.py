@@ -132,7 +132,7 @@ def _add_service_variables(stage: Stage, program: Callable[..., Any]) -> Callabl
     ranks and engines on a Ray cluster do not inherit the variables of this process."""
     properties_module = importlib.import_module("cosmos_core.cluster.properties")
     variable_names = (*stage.recipe.secret_env_names, *stage.recipe.rollout.multi_turn_config.tool_env)
-    return properties_module.with_environment(properties_module.service_environment(variable_names), program)
+    return properties_module.wrap_with_environment(properties_module.get_service_environment(variable_names), program)
 
 
 def run_rank(stage_path: Path, stage_program: Callable[..., Outcome], messages_to_parent: Any) -> Outcome:

@@ -34,7 +34,7 @@ from cosmos_core.cluster.group import (
     split_threads,
 )
 from cosmos_core.cluster.join import join_cluster
-from cosmos_core.cluster.placement import reserve_bundles, resource_bundles
+from cosmos_core.cluster.placement import list_resource_bundles, reserve_bundles
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, Preempted, StageFailed
 from cosmos_core.job_signals import JOB_SIGNALS
@@ -264,9 +264,9 @@ def test_ranks_and_an_engine_have_room_or_are_refused(size: int, beside: Any, th
     actors = ActorGroup(dict, lambda: 1, shares_gpus=shares_gpus, processes_per_actor=processes)
     if isinstance(found, str):
         with pytest.raises(ConfigError, match=found):
-            resource_bundles(ray, size, actors if beside else None, owns_cluster=False)
+            list_resource_bundles(ray, size, actors if beside else None, owns_cluster=False)
     else:
-        assert resource_bundles(ray, size, actors if beside else None, owns_cluster=False) == found
+        assert list_resource_bundles(ray, size, actors if beside else None, owns_cluster=False) == found
 
 
 def test_neighbouring_ranks_are_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cosmos_core.errors import DataError
-from cosmos_core.rollout.async_groups import AsyncGroupSource, prompts_by_position
+from cosmos_core.rollout.async_groups import AsyncGroupSource, make_prompt_reader
 from cosmos_core.rollout.base import Bucket, LoadReceipt, WeightFormat
 from cosmos_core.rollout.fleet import EngineFleet
 from cosmos_core.rollout.groups import GroupPlan
@@ -181,7 +181,7 @@ def score_slowly(groups: Sequence[Group]) -> list[ScoredGroup]:
 
 
 def source_of(fleet: EngineFleet, folder: Path, **keywords: Any) -> AsyncGroupSource:
-    order = prompts_by_position(lambda step: PROMPTS[step * 4 : step * 4 + 4], 4, 10)
+    order = make_prompt_reader(lambda step: PROMPTS[step * 4 : step * 4 + 4], 4, 10)
     settings: dict[str, Any] = {"take_prompts": order, "group_plan": GroupPlan(4), "max_lag": 2, **keywords}
     settings.setdefault("score", score)
     settings.setdefault("send_missing_weights", lambda step: None)

@@ -18,7 +18,12 @@ from cosmos_core.errors import DataError
 from cosmos_core.models import flow
 from cosmos_core.models.flow_steps import NoiseLevels, compute_step_distribution, log_prob
 from cosmos_core.rollout.base import EngineDenoiser, EngineSettings, generate
-from cosmos_core.rollout.flow_path import ConditioningFrames, denoise, num_conditioning_frames, stochastic_steps
+from cosmos_core.rollout.flow_path import (
+    ConditioningFrames,
+    choose_stochastic_steps,
+    denoise,
+    draw_num_conditioning_frames,
+)
 from cosmos_core.rollout.flow_sampler import FlowSamplerEngine, decode_latents, to_uint8_pixels
 from cosmos_core.types import FlowSampling, Group, Prompt, Sampling, StepWindow
 
@@ -201,13 +206,13 @@ def test_what_is_kept_of_a_step_gives_its_log_probability_again(kernel: str) -> 
 
 def test_a_window_of_stochastic_steps_is_drawn_or_moves() -> None:
     fast = FlowSampling(num_steps=10, stochastic_solver="flow", window=StepWindow(2, 0, 5))
-    firsts = {stochastic_steps(fast, 0, step)[0] for step in range(40)}
-    assert firsts == {0, 1, 2, 3} and all(len(stochastic_steps(fast, 0, step)) == 2 for step in range(40))
-    assert stochastic_steps(fast, 0, 5) == stochastic_steps(fast, 0, 5)
+    firsts = {choose_stochastic_steps(fast, 0, step)[0] for step in range(40)}
+    assert firsts == {0, 1, 2, 3} and all(len(choose_stochastic_steps(fast, 0, step)) == 2 for step in range(40))
+    assert choose_stochastic_steps(fast, 0, 5) == choose_stochastic_steps(fast, 0, 5)
     mix = replace(fast, window=StepWindow(4, 0, 9, steps_per_move=3))
-    assert [stochastic_steps(mix, 0, step)[0] for step in (0, 2, 3, 17, 18)] == [0, 0, 1, 5, 0]
-    assert stochastic_steps(replace(fast, window=None), 0, 0) == range(9)
-    assert stochastic_steps(replace(fast, stochastic_solver=""), 0, 0) == range(0)
+    assert [choose_stochastic_steps(mix, 0, step)[0] for step in (0, 2, 3, 17, 18)] == [0, 0, 1, 5, 0]
+    assert choose_stochastic_steps(replace(fast, window=None), 0, 0) == range(9)
+    assert choose_stochastic_steps(replace(fast, stochastic_solver=""), 0, 0) == range(0)
 
 
 def test_only_stochastic_steps_are_kept_and_the_others_are_deterministic() -> None:
@@ -277,7 +282,7 @@ def test_given_frames_stay_as_they_are_and_the_others_are_drawn(kernel: str) -> 
                 colour = torch.tensor(COLOURS[group.prompt.text]).reshape(3, 1, 1, 1)
                 assert torch.allclose(latents[:, count:], colour.expand_as(latents[:, count:]), atol=1e-4)
     assert counts == {1, 2}  # the network takes no more
-    assert num_conditioning_frames((0, 0), 2, 0, 0, 0) == 0
+    assert draw_num_conditioning_frames((0, 0), 2, 0, 0, 0) == 0
     drawn = [each.diffusion_sample for group in generate(films, prompts(), settings, 0) for each in group.completions]
     assert all(each.num_conditioning_frames == 0 for each in drawn)
 

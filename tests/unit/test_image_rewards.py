@@ -158,10 +158,10 @@ def test_gen_eval_judges_numbers_colours_and_positions() -> None:
     beside = {"dog": [LEFT], "cat": [MIDDLE]}
     assert judge([one("cat"), one("dog", position=["left of", 0])], [], beside, colors)
     assert strictly([one("cat"), one("dog", position=["right of", 0])], beside, colors) == (2 / 3, False)
-    assert gen_eval.spatial_relations(LEFT, MIDDLE) == {"left of"}
-    assert gen_eval.spatial_relations(RIGHT, MIDDLE) == {"right of"}
-    assert gen_eval.spatial_relations(found(45, 0, 55, 10), MIDDLE) == {"above"}
-    assert gen_eval.spatial_relations(MIDDLE, found(44, 44, 56, 56)) == set()
+    assert gen_eval.find_spatial_relations(LEFT, MIDDLE) == {"left of"}
+    assert gen_eval.find_spatial_relations(RIGHT, MIDDLE) == {"right of"}
+    assert gen_eval.find_spatial_relations(found(45, 0, 55, 10), MIDDLE) == {"above"}
+    assert gen_eval.find_spatial_relations(MIDDLE, found(44, 44, 56, 56)) == set()
 
 
 def test_gen_eval_takes_a_key_without_a_value_for_a_missing_one() -> None:
@@ -232,7 +232,7 @@ def test_cosmos_reason1_reads_patches_as_the_models_own_processor_does(
     assert columns["no_score"][0] == pytest.approx(float(np.exp(no) / (np.exp(no) + np.exp(yes))))
     assert columns["prediction"][0] == ("Bad" if yes > no else "Good")
     assert columns["no_score"][0] != columns["no_score"][1]
-    assert cosmos_reason1.fit_size((1000, 2000), 28, 28 * 28 * 100) == (196, 392)
+    assert cosmos_reason1.fit_frame_size((1000, 2000), 28, 28 * 28 * 100) == (196, 392)
     counts: list[int] = []
     monkeypatch.setattr(cosmos_reason1, "_MAX_FRAMES", 4)
     extract = reward.extract_patches
@@ -373,7 +373,7 @@ def test_a_recipe_may_name_them_as_reward_functions() -> None:
 def test_a_reward_function_loads_its_model_before_its_first_call_in_one_process(clip: Path, tmp_path: Path) -> None:
     def runner(model: Path) -> RewardRunner:
         custom = {"clip_score": {"model_path": str(model)}}
-        return RewardRunner({"clip_score": 1.0}, timeout_seconds=60, constant_fields={"custom": custom})
+        return RewardRunner({"clip_score": 1.0}, timeout_seconds=60, request_constants={"custom": custom})
 
     [item] = items(1)
     with runner(clip) as running:
@@ -388,7 +388,7 @@ def test_a_model_may_take_longer_to_load_than_a_process_to_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be downloaded first, for which a reward service has 15 minutes as well."""
-    monkeypatch.setattr("cosmos_core.rewards.runner.START_TIMEOUT_SECONDS", 0.0)
+    monkeypatch.setattr("cosmos_core.rewards.runner.WORKER_START_TIMEOUT", 0.0)
     file = tmp_path / "large.py"
     file.write_text("import time\n\ntime.sleep(1.2)\n\n\ndef f(to_be_evaluated):\n    return 1.0\n")
     with RewardRunner({f"{file}:f": 1.0}, timeout_seconds=5, num_workers=1) as running:

@@ -45,7 +45,7 @@ def judged(request: dict[str, Any]) -> str:
 
 def test_scores_are_divided_by_the_highest_and_replies_without_one_are_invalid() -> None:
     judge = RewardRunner(
-        {"judge": 1.0}, timeout_seconds=60, num_workers=1, environment_names=("MY_KEY", "XDG_CACHE_HOME")
+        {"judge": 1.0}, timeout_seconds=60, num_workers=1, env_variable_names=("MY_KEY", "XDG_CACHE_HOME")
     )
     with chat_server(complete=judged) as (url, requests), judge as runner:
         [[four, nine, other]] = runner._score_requests([requests_of(url, ["4", "9", "?"])])

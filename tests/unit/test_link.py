@@ -23,7 +23,7 @@ def test_a_bucket_is_consecutive_bytes_each_tensor_aligned_and_tied_weights_once
     assert header.name_by_alias == {"head": "embed"}
     buffer = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
     copy_tensors_to_buffer(buffer, tensors)
-    info = header.update_info()
+    info = header.make_update_info()
     sizes = [tensor.nbytes for tensor in tensors]
     # As vLLM's `unpack_tensor` does.
     parts = zip(info["names"], info["dtype_names"], info["shapes"], buffer.split(sizes), strict=True)
@@ -62,5 +62,5 @@ def test_a_call_that_hangs_is_aborted_and_what_it_then_returns_is_ignored(
         return "arbitrary bytes"
 
     with pytest.raises(TransferFailed, match=reason):
-        call_with_timeout(seconds, hang, abort=aborted.set, has_failed=lambda: has_failed)
+        call_with_timeout(seconds, hang, abort=aborted.set, has_peer_failed=lambda: has_failed)
     assert aborted.is_set() and returned.wait(60)

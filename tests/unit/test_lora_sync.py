@@ -78,7 +78,7 @@ def test_an_engine_beside_one_stage_of_a_pipeline_knows_the_adapter_of_all_layer
     assert HfEngine(settings).weight_format == form
     adapter = VllmAdapter(settings)
     ranks = [len(p) for name, p in model.named_parameters() if ".lora_A." in name]
-    assert adapter._scale_by_layer == get_lora_scales(model) and adapter.lora_rank == max(ranks)
+    assert adapter._lora_scale_by_layer == get_lora_scales(model) and adapter.lora_rank == max(ranks)
 
 
 def test_tied_weights_are_sent_once(tied_folder: Path) -> None:  # noqa: F811

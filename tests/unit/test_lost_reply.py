@@ -44,7 +44,7 @@ class Ray:
 
 
 def test_a_rank_whose_reply_is_lost_is_asked_for_its_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "_REPLY_SECONDS", 0.0)
+    monkeypatch.setattr(group, "_REPLY_TIMEOUT_SECONDS", 0.0)
     outcomes: list[tuple[bool, Any]] = [(True, "of the first"), (True, "of the second")]
     members = [
         SimpleNamespace(read_run_result=SimpleNamespace(remote=lambda outcome=outcome: outcome)) for outcome in outcomes
@@ -58,7 +58,7 @@ def test_a_rank_whose_reply_is_lost_is_asked_for_its_outcome(monkeypatch: pytest
 
 
 def test_its_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "_REPLY_SECONDS", 0.0)
+    monkeypatch.setattr(group, "_REPLY_TIMEOUT_SECONDS", 0.0)
     outcome = (False, group.StageFailed("no room"))
     member = SimpleNamespace(read_run_result=SimpleNamespace(remote=lambda: outcome))
     with pytest.raises(group.StageFailed, match="no room"):
@@ -98,7 +98,7 @@ def test_a_dead_rank_is_named_though_another_one_tells_before_that_its_connectio
 
     calls = [SimpleNamespace(), SimpleNamespace()], ["call 0", "call 1"]
     monkeypatch.setattr(group, "_connect_to_cluster", lambda *_: nullcontext((Broken(), True, 0)))
-    monkeypatch.setattr(group, "resource_bundles", lambda *_, **__: [])
+    monkeypatch.setattr(group, "list_resource_bundles", lambda *_, **__: [])
     monkeypatch.setattr(group, "reserve_bundles", lambda *_: [None, None])
     monkeypatch.setattr(group, "_make_rank_starter", lambda *_: lambda program: calls)
     with pytest.raises(group.RankFailed, match=r"^rank 1 died: it was killed$") as caught:
@@ -111,7 +111,7 @@ def test_a_cluster_of_the_stages_own_that_has_died_ends_it_and_another_is_waited
     is_embedded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that are asked of a cluster without a machine would be waited for without end."""
-    monkeypatch.setattr(group, "_REPLY_SECONDS", 1.0 if is_embedded else 0.0)
+    monkeypatch.setattr(group, "_REPLY_TIMEOUT_SECONDS", 1.0 if is_embedded else 0.0)
     ray = Ray()
     ray.has_died = True
     member = SimpleNamespace(read_run_result=SimpleNamespace(remote=lambda: (True, "done")))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from cosmos_core import machine_properties
-from cosmos_core.cluster.properties import collect_cluster_properties, rank_environment, with_environment
+from cosmos_core.cluster.properties import collect_cluster_properties, get_rank_environment, wrap_with_environment
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch import worker
 from cosmos_core.machine_properties import MachineProperties, measure_machine, measure_worker_machine
@@ -161,7 +161,7 @@ def test_ranks_of_a_cluster_see_what_a_worker_sets_for_its_stage(
     assert set_for_stage["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID", "the order in which NVML lists the GPUs"
     for name, value in {**set_for_stage, **users}.items():
         monkeypatch.setenv(name, value)
-    found = rank_environment()
+    found = get_rank_environment()
     not_theirs = {"PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING", worker.LOCK_DESCRIPTORS_VARIABLE}
     assert found.keys() >= (set_for_stage.keys() | users.keys()) - not_theirs - {"WANDB_API_KEY"}
     assert not found.keys() & (not_theirs | {"WANDB_API_KEY", "VLLM_HOST_IP"})
@@ -176,7 +176,7 @@ def test_a_rank_of_a_cluster_has_its_variables_before_it_imports_what_it_runs(
         "import os\nENDPOINT = os.environ.get('HF_ENDPOINT')\ndef tell(word):\n    return f'{word} {ENDPOINT}'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    function = with_environment({"HF_ENDPOINT": "http://mirror"}, importlib.import_module("reads_at_import").tell)
+    function = wrap_with_environment({"HF_ENDPOINT": "http://mirror"}, importlib.import_module("reads_at_import").tell)
     program = "import pickle, sys\nprint(pickle.load(sys.stdin.buffer)('at'))"
     environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
     command = [sys.executable, "-c", program]

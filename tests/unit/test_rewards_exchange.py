@@ -108,7 +108,7 @@ def ok(content: bytes, headers: bytes = b"") -> bytes:
     "refusal", [reply(429, {"Retry-After": "30"}, message="full"), reply(503, {"Retry-After": "30"}), reply(500)]
 )
 def test_what_one_replica_does_not_take_another_takes_at_once(refusal: Reply, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "_COOLDOWN_SECONDS", 30.0)
+    monkeypatch.setattr(exchange, "_REPLICA_COOLDOWN_SECONDS", 30.0)
     with serving(on_enqueue=lambda sent: refusal) as broken, serving() as well:
         remote = RemoteRewards(config(max_in_flight=2, timeout_seconds=25.0), service(broken, well))
         assert [score.value for score in remote.score(images(12))] == [*range(12)]
@@ -206,7 +206,7 @@ def test_an_attempt_that_the_deadline_cuts_off_hides_no_error_before_it() -> Non
         client = cast(httpx.AsyncClient, Failing())
         request = ServiceRequest(ServiceEndpoints((("http://a/", "http://b/"),)), client, 3.0, ReplicaState([0]))
         for _ in range(2):
-            await request._post_or_pause("http://b/", 9.0)
+            await request._try_post("http://b/", 9.0)
 
     with pytest.raises(MissingScoresError, match=r"DecodingError: no gzip; then it gives no whole response within 2"):
         asyncio.run(post_twice())

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cosmos_core.rewards.runner import RewardRunner
-from cosmos_core.rollout.groups import GroupFilter, group_metrics
+from cosmos_core.rollout.groups import GroupFilter, compute_group_metrics
 from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment, Turn
 
 GROUP_BEHAVIOURS = '''
@@ -41,7 +41,7 @@ def test_a_function_of_a_group_sees_the_turns_of_each_completion(tmp_path):
     group = group_of("a", "b", "c")
     turns = [(Turn("assistant", "a"), *[Turn("tool", "4")] * count) for count in range(3)]
     completions = tuple(replace(each, turns=of) for each, of in zip(group.completions, turns, strict=True))
-    with RewardRunner({f"{file}:asked": 1.0}, timeout_seconds=5, num_workers=1, calls_per_group=True) as runner:
+    with RewardRunner({f"{file}:asked": 1.0}, timeout_seconds=5, num_workers=1, scores_whole_groups=True) as runner:
         [scored] = runner.score_groups([replace(group, completions=completions)])
     assert [score.value for score in scored.scores] == [0.0, 1.0, 2.0]
 
@@ -49,7 +49,7 @@ def test_a_function_of_a_group_sees_the_turns_of_each_completion(tmp_path):
 def test_the_mean_of_all_is_not_that_of_a_reward_of_this_name():
     group = group_of("a", "b")
     metrics = {"mean": 10.0, "std": 20.0, "invalid": 7.0, "own": 2.0}
-    found = group_metrics([ScoredGroup(group, (Score(3.0, metrics), Score(5.0, metrics)))])
+    found = compute_group_metrics([ScoredGroup(group, (Score(3.0, metrics), Score(5.0, metrics)))])
     assert [found[f"reward/{name}"] for name in ("mean", "std", "invalid", "own")] == [4.0, 1.0, 0.0, 2.0]
 
 
@@ -59,7 +59,7 @@ def test_a_function_of_a_group_is_called_once_and_what_fails_costs_that_group_al
     texts = [("a", "right", "ccc"), ("hang", "right"), *((each, "b") for each in ("raise", "exit", "few"))]
     texts.append(("unknown", "right"))
     weights = {f"{file}:best": 2.0, "exact_match": 1.0}
-    with RewardRunner(weights, timeout_seconds=1.0, num_workers=1, retries=0, calls_per_group=True) as runner:
+    with RewardRunner(weights, timeout_seconds=1.0, num_workers=1, retries=0, scores_whole_groups=True) as runner:
         scored = runner.score_groups([group_of(*each) for each in texts])
         (alone,) = runner.score([{"to_be_evaluated": "right", "reference": "right"}])
     assert [[score.value for score in each.scores] for each in scored] == [

@@ -238,7 +238,7 @@ def test_a_refused_request_ends_the_stage_at_once(status: int) -> None:
 
 
 def test_it_beats_while_it_waits_and_stops_when_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cosmos_core.rewards.process._WAIT_INTERVAL_SECONDS", 0.1)
+    monkeypatch.setattr("cosmos_core.rewards.process._FUTURES_POLL_SECONDS", 0.1)
 
     def beat() -> None:
         raise KeyboardInterrupt

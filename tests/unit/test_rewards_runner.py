@@ -191,13 +191,13 @@ def test_a_child_sees_no_secret_but_those_that_are_named_and_shows_none(act, cap
     monkeypatch.setenv("SERVICE_KEY", "named_secret")
     secrets = f"{act.rpartition(':')[0]}:secrets"
     words = ["unnamed_secret", "login_secret", "something", "named_secret", "PATH= HOME="]
-    scores = scored({secrets: 1.0}, *words, "tell", environment_names=("SERVICE_KEY",))
+    scores = scored({secrets: 1.0}, *words, "tell", env_variable_names=("SERVICE_KEY",))
     assert [score.value for score in scores] == [0, 0, 0, 1, 2, None]
     assert scores[-1].error.startswith("secrets: ValueError: *** (")
     said = capfd.readouterr().err
     assert "the key is ***" in said and "named_secret" not in said
     setting, custom = f"{act.rpartition(':')[0]}:setting", {"judge": {"password": "battery staple"}}
-    [score] = scored({setting: 1.0}, "1", constant_fields={"custom": custom})
+    [score] = scored({setting: 1.0}, "1", request_constants={"custom": custom})
     assert score.error.startswith("setting: ValueError: *** (") and "staple" not in capfd.readouterr().err
 
 
@@ -242,7 +242,7 @@ def test_groups_come_back_with_one_score_a_completion_and_rewards_see_the_groups
         Group(Prompt(1, (1,), "other", "b"), (completion(1, "stop"),), 0),
     ]
     constants = {"custom": {"bonus": 1}}
-    with RewardRunner({f"{file}:facts": 1.0}, timeout_seconds=5, num_workers=1, constant_fields=constants) as runner:
+    with RewardRunner({f"{file}:facts": 1.0}, timeout_seconds=5, num_workers=1, request_constants=constants) as runner:
         found = runner.score_groups(groups)
     assert [each.group for each in found] == groups
     assert [[score.value for score in each.scores] for each in found] == [[1102, 1113], [1001]]
@@ -339,7 +339,7 @@ def test_there_is_a_process_for_every_core(act):
 
 
 def test_a_stop_while_requests_are_waiting_ends_all_processes_at_once(act, monkeypatch):
-    monkeypatch.setattr("cosmos_core.rewards.process._WAIT_INTERVAL_SECONDS", 0.1)
+    monkeypatch.setattr("cosmos_core.rewards.process._FUTURES_POLL_SECONDS", 0.1)
 
     class Stop(Exception):
         pass

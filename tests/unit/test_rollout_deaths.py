@@ -44,7 +44,7 @@ def test_an_engine_that_only_a_load_finds_dead_is_counted_and_told(caplog: pytes
     handle = Threaded()
     with fleet_of(handle, version=1) as fleet:
         (member,) = fleet._pool.open_engines()
-        fleet._pool.mark_dead(member, member.description, ConnectionError("the actor died"))
+        fleet._pool.mark_engine_dead(member, member.description, ConnectionError("the actor died"))
         while member.connection_error or not fleet._pool.open_engines():
             time.sleep(0.01)
         assert fleet.needs_weights and fleet.num_restarts == 1

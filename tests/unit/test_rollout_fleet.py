@@ -187,7 +187,7 @@ def test_an_engine_that_is_not_back_is_waited_for_while_others_work(monkeypatch:
     monkeypatch.setattr(engine_pool, "_RETRY_INTERVAL_SECONDS", 0.02)
     handles = [Threaded(), Threaded()]
     with fleet_of(*handles, version=1) as fleet:
-        monkeypatch.setattr(engine_pool, "_OPEN_TIMEOUT_SECONDS", 0.0)
+        monkeypatch.setattr(engine_pool, "_ENGINE_OPEN_TIMEOUT_SECONDS", 0.0)
         handles[0].refusals = 10**6
         handles[0].kill()
         wait_until(lambda: handles[0].refusals < 10**6 - 5, 5, "it is asked again and again")
@@ -365,7 +365,7 @@ def test_a_load_that_a_trainer_began_and_did_not_end_is_given_up_for_that_of_the
     replica.begin_weight_load(2, loads_in_background=background, timeout_seconds=9)
     for bucket in weights(2):
         replica.receive_bucket(pack_bucket(bucket))
-    assert replica.end_weight_load(2, loads_in_background=background, drains=False) == LoadReceipt(2, 2)
+    assert replica.end_weight_load(2, loads_in_background=background, drains_requests=False) == LoadReceipt(2, 2)
     assert replica.logprobs(2, [1, 2]) == [2.0]
 
 

@@ -313,8 +313,8 @@ def test_all_weights_are_sent_in_buckets_by_reference_and_tied_ones_by_both_name
     assert len(engine.sizes) > 2 and max(engine.sizes) <= 100_000
     assert sum(engine.sizes) == sum(p.nbytes for p in sender.model.parameters())
     fused = [n for n in state if "layers.0.self_attn." in n and n.endswith("proj.weight")]
-    whole = publish._group_weights_by_module(sender.model)
-    assert len({id(unit) for unit in whole for name in fused if name in unit.key_by_name}) == 1, (
+    whole = publish._collect_weight_groups(sender.model)
+    assert len({id(unit) for unit in whole for name in fused if name in unit.key_by_base_name}) == 1, (
         "they are fused by engines"
     )
 

@@ -157,7 +157,7 @@ def test_rows_that_have_ended_leave_the_batch_and_change_no_other(
 
 
 def test_a_prompt_may_have_image_tokens_of_which_the_head_knows_nothing() -> None:
-    found = hf._used_token_mask(torch.tensor([[8, 2, 5]]), torch.tensor([[1, 1, 0]]), vocab_size=8)
+    found = hf._make_used_token_mask(torch.tensor([[8, 2, 5]]), torch.tensor([[1, 1, 0]]), vocab_size=8)
     assert found.shape == (1, 8) and found.nonzero().tolist() == [[0, 2]]
 
 

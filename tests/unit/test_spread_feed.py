@@ -128,8 +128,8 @@ def test_a_group_belongs_to_the_first_step_that_has_one_of_its_completions(batch
     for step in range(40):
         stream = range(step * batch, (step + 1) * batch)
         new = sorted({i // size for i in stream} - {i // size for i in range(step * batch)})
-        assert [steps.step_of_group(position) for position in new] == [step] * len(new)
-        assert list(range(steps.first_position(step), steps.first_position(step + 1))) == new
+        assert [steps.get_step_of_group(position) for position in new] == [step] * len(new)
+        assert list(range(steps.get_first_position(step), steps.get_first_position(step + 1))) == new
         assert steps.num_groups(step) == len(new)
 
 
@@ -214,7 +214,7 @@ def test_samples_that_cannot_be_told_apart_are_refused_with_the_remedy() -> None
 def test_batches_are_steps_of_their_own_size() -> None:
     sampling: Sampling = make_training_sampling(recipe({**SEED, "train.train_batch_per_replica": 32}))
     assert not sampling.may_use_old_weights
-    assert [b - a for a, b in pairwise(GroupPlan(32, 16).first_position(step) for step in range(4))] == [2, 2, 2]
+    assert [b - a for a, b in pairwise(GroupPlan(32, 16).get_first_position(step) for step in range(4))] == [2, 2, 2]
 
 
 def test_samples_that_show_images_are_kept_as_they_are() -> None:

@@ -21,9 +21,9 @@ from cosmos_core.data.chat import PromptRendering, ToolResultTokens
 from cosmos_core.errors import ModelError
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout.base import Engine, EngineSettings, completion, generate, request_seed
-from cosmos_core.rollout.groups import turn_metrics
+from cosmos_core.rollout.groups import compute_turn_metrics
 from cosmos_core.rollout.registry import make_engine
-from cosmos_core.rollout.turns import MultiTurnEngine, turn_request_id
+from cosmos_core.rollout.turns import MultiTurnEngine, make_turn_request_id
 from cosmos_core.tools.base import ToolResult
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment
 from tests.unit.data_tokenizers import CHATML, FORGETS_THOUGHTS, MISTRAL, PLAIN_WORDS
@@ -176,7 +176,7 @@ def test_what_was_drawn_is_kept_and_what_tools_say_is_not_learned(talk: Any, tok
     lengths = [len(segment.logprobs) for segment in made.segments]
     assert sample.rollout_logprobs.tolist() == [-1.0] * lengths[0] + [-2.0] * lengths[2]
     counts = {"turns": 2.0, "tool_calls": 1.0, "tool_errors": 0.0}
-    assert turn_metrics([made]) == {f"completion/{name}": count for name, count in counts.items()}
+    assert compute_turn_metrics([made]) == {f"completion/{name}": count for name, count in counts.items()}
 
 
 def test_each_completion_of_a_group_is_a_conversation_of_its_own(talk: Any) -> None:
@@ -188,7 +188,7 @@ def test_each_completion_of_a_group_is_a_conversation_of_its_own(talk: Any) -> N
     sizes = [(len(prompts), sampling.num_completions) for prompts, sampling, _ in inner.asked]
     assert sizes == [(1, 3), (2, 1), (1, 1)]
     ids = [prompt.id for prompts, _, _ in inner.asked[1:] for prompt in prompts]
-    assert ids == [turn_request_id(7, 3, 1, 1), turn_request_id(7, 3, 2, 1), turn_request_id(7, 3, 1, 2)]
+    assert ids == [make_turn_request_id(7, 3, 1, 1), make_turn_request_id(7, 3, 2, 1), make_turn_request_id(7, 3, 1, 2)]
     first, last = inner.asked[0][0][0], inner.asked[2][0][0]
     assert last.token_ids == first.token_ids + last.later_turn_token_ids and last.text == first.text
     assert len({request_seed(SAMPLING.seed, 3, id_, 0) for id_ in ids}) == 3
@@ -207,7 +207,7 @@ def test_what_goes_wrong_is_told_to_the_policy(talk: Any, tokenizer: Any) -> Non
         text = decoded(tokenizer, each.segments[1].token_ids)
         assert text.startswith(TOLD.partition("{}")[0] + error) and text.count("<|im_end|>") == 1
         assert (each.text, each.turns[1].is_error) == ("Sorry.", True)
-    assert turn_metrics(made)["completion/tool_errors"] == 1.0
+    assert compute_turn_metrics(made)["completion/tool_errors"] == 1.0
 
 
 def test_the_text_of_a_turn_has_the_special_tokens_that_mark_its_calls(folder: Path, model: PreTrainedModel) -> None:

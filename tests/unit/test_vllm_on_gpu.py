@@ -102,7 +102,7 @@ def test_ranks_that_see_one_gpu_each_reduce_by_nccl_alone(
         rollout=rollout, model=SimpleNamespace(config=SimpleNamespace()), folder="folder", is_separate=is_separate,
         dtype=torch.bfloat16, max_model_len=64, vision=None,
     )  # fmt: skip
-    found = vllm._engine_arguments(settings)
+    found = vllm._make_llm_arguments(settings)
     assert found["skip_tokenizer_init"] is True
     assert mesh.is_single_rank() is is_separate
     assert found["distributed_executor_backend"] == ("mp" if is_separate else "external_launcher")
@@ -120,7 +120,7 @@ def test_a_model_that_takes_images_gets_the_tokenizer_without_which_vllm_makes_n
         rollout=RolloutConfig(), model=SimpleNamespace(config=config), folder="folder", is_separate=True,
         dtype=torch.bfloat16, max_model_len=64, vision=object(), custom={"vision": {"max_pixels": 784, "fps": 2}},
     )  # fmt: skip
-    found = vllm._engine_arguments(settings)
+    found = vllm._make_llm_arguments(settings)
     assert not found["skip_tokenizer_init"] and found["tokenizer_revision"] == "abc"
     assert found["mm_processor_kwargs"] == {"max_pixels": 784}
     assert "requires_tokenizer and info.ctx.tokenizer is None" in source("multimodal/processing/processor.py")
@@ -150,7 +150,7 @@ def test_logits_of_a_prompt_are_those_of_its_tokens_also_with_the_position_that_
     monkeypatch.setattr(vllm_logits, "import_vllm", lambda: fake)
     for name in ("set_environment", "load_config", "check_heads"):
         monkeypatch.setattr(vllm_logits, name, lambda *_: None)
-    [found] = vllm_logits.prompt_logits(tmp_path, [row])
+    [found] = vllm_logits.compute_prompt_logits(tmp_path, [row])
     assert torch.equal(found, logits_TV[:2])
 
 

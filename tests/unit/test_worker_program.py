@@ -109,7 +109,7 @@ def test_an_error_in_a_users_algorithm_engine_or_family_names_key_file_and_line(
         program._call_program(lambda _: mine.step(divide), stage)
     with pytest.raises(ZeroDivisionError):
         program._call_program(lambda _: divide(), stage)  # not of the user
-    monkeypatch.setattr(group, "process_group", lambda rendezvous: nullcontext())
+    monkeypatch.setattr(group, "open_process_group", lambda rendezvous: nullcontext())
     rank_program = lambda _: program._call_program(lambda _: mine.step(divide), stage)  # noqa: E731
     is_done, error = group.run_as_rank(rank_program, RankMessages(), Rendezvous(1, 2, "127.0.0.1", 1, 0))
     assert not is_done and isinstance(error, RankRaised) and re.match(message.replace("^", "rank 1: "), str(error))

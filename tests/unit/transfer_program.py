@@ -77,9 +77,9 @@ def ranks_of_two_engines() -> list[tuple[int, int, int]]:
             common.worker_init_process_group(common.NCCLWeightTransferInitInfo(**info), parallel)
     IPCWeightTransferInitInfo(**IpcTransport().prepare_connection(1, 1)[0])
     header, _ = split_bucket([("a", torch.ones(2)), ("b", torch.tensor(1.0))])
-    NCCLWeightTransferUpdateInfo(**header.update_info())
+    NCCLWeightTransferUpdateInfo(**header.make_update_info())
     sent = header._replace(transport_fields={"ipc_handles": {"GPU": (1,)}, "tensor_sizes": [8, 4]})
-    IPCWeightTransferUpdateInfo(**sent.update_info())
+    IPCWeightTransferUpdateInfo(**sent.make_update_info())
     return made
 
 

@@ -306,8 +306,8 @@ def checked(folder: Path) -> dict[str, str]:
 
 def use_small_caches() -> None:
     """Give the cache of each engine room for 512 blocks; the gigabyte that it has takes seconds to clear and to own."""
-    arguments = vllm._engine_arguments
-    vllm._engine_arguments = lambda settings: arguments(settings) | {"num_gpu_blocks_override": 512}
+    arguments = vllm._make_llm_arguments
+    vllm._make_llm_arguments = lambda settings: arguments(settings) | {"num_gpu_blocks_override": 512}
 
 
 def main(folder: str, out: str, *, further_engines: bool) -> None:

@@ -25,7 +25,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.rewards import protocol
-from cosmos_core.rewards.protocol import IDEMPOTENCY_HEADER, STATE_HEADER, ProtocolError
+from cosmos_core.rewards.protocol import IDEMPOTENCY_HEADER, REQUEST_STATE_HEADER, ProtocolError
 from cosmos_core.rewards.service import page
 from cosmos_core.rewards.service.connection import RefusalResponse
 from cosmos_core.rewards.service.engine import CapacityExceededError, Engine, ShutdownError
@@ -64,7 +64,7 @@ class HttpInterface:
         fastapi_app = FastAPI(title="Reward service", docs_url=None, redoc_url=None, openapi_url=None)
         for method, path, handler in (
             ("POST", protocol.ENQUEUE_PATH, self.enqueue), ("POST", protocol.PULL_PATH, self.pull),
-            ("POST", protocol.PING_PATH, self.ping), ("POST", protocol.LATENT_ATTR_PATH, self.latent_attr),
+            ("POST", protocol.PING_PATH, self.ping), ("POST", protocol.LATENT_ATTRIBUTES_PATH, self.latent_attr),
             ("GET", "/metrics", self.metrics), ("GET", "/", self.status_page),
         ):  # fmt: skip
             fastapi_app.add_route(path, self._wrap_handler(handler), methods=[method])
@@ -94,7 +94,9 @@ class HttpInterface:
         if reward_name and not _REWARD_NAME_PATTERN.fullmatch(reward_name):
             return _refuse(422, "type must be the name of a reward")
         if not _UUID_PATTERN.fullmatch(key):
-            return JSONResponse({"message": f"Not found scores for {key[:64]}"}, 400, headers={STATE_HEADER: "unknown"})
+            return JSONResponse(
+                {"message": f"Not found scores for {key[:64]}"}, 400, headers={REQUEST_STATE_HEADER: "unknown"}
+            )
         key = key.lower()
         if not reward_name and (pending_request := self.engine.pending_requests.get(key)):
             reward_name = pending_request.reward_names[0]
@@ -103,7 +105,9 @@ class HttpInterface:
             return Response(scores_json, media_type="application/json")
         is_known_request = key in self.engine.pending_requests or await self.engine.store.has_request(key)
         request_state = "pending" if is_known_request else "unknown"
-        return JSONResponse({"message": f"Not found scores for {key}"}, 400, headers={STATE_HEADER: request_state})
+        return JSONResponse(
+            {"message": f"Not found scores for {key}"}, 400, headers={REQUEST_STATE_HEADER: request_state}
+        )
 
     async def ping(self, request: Request) -> Response:
         """Return status 200 if the service serves the rewards that the field `info_data` names, otherwise 422."""

@@ -282,7 +282,7 @@ class RewardProcess:
         """Kill the worker process and all its child processes."""
         if self._process is None:
             return
-        kill_group(self._process.pid, has_ended=self._process.returncode is not None)
+        kill_group(self._process.pid, has_process_ended=self._process.returncode is not None)
         await self._process.communicate()  # unlike `wait`, `communicate` reads the output, so a full pipe cannot block
 
     async def _send_and_receive(
