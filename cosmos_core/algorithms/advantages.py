@@ -155,8 +155,8 @@ def gdpo_advantages(rewards: Sequence[RewardsByGroup], weights: Sequence[float])
             is_finite_G = np.array(list(map(_is_finite, group_values)), dtype=bool)
             weighted_sum_G[is_finite_G] += weight * _standardise(np.array(list(filter(_is_finite, group_values))))
     finite_sums = [weighted_sum_G[row] for weighted_sum_G, row in zip(weighted_sums, has_reward_by_group, strict=True)]
-    normalised_sums = iter(_standardise(np.concatenate([*finite_sums, np.zeros(0)])))
-    return [[float(next(normalised_sums)) if has_reward else None for has_reward in row] for row in has_reward_by_group]
+    next_advantages = iter(_standardise(np.concatenate([*finite_sums, np.zeros(0)])))
+    return [[float(next(next_advantages)) if has_reward else None for has_reward in row] for row in has_reward_by_group]
 
 
 def _standardise(values_N: np.ndarray) -> np.ndarray:

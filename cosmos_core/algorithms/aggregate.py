@@ -53,8 +53,8 @@ def apply_mask(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 def token_metric(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Return the metric `[sum, count]` of the values at unmasked tokens, without gradient."""
-    masked_sum = apply_mask(values_BT.detach(), mask_BT).sum(dtype=torch.float64)
-    return torch.stack([masked_sum, mask_BT.bool().sum().to(torch.float64)])
+    masked_value_sum = apply_mask(values_BT.detach(), mask_BT).sum(dtype=torch.float64)
+    return torch.stack([masked_value_sum, mask_BT.bool().sum().to(torch.float64)])
 
 
 def make_dataset_masks(dataset_names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:

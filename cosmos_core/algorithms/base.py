@@ -187,13 +187,13 @@ def _to_sum_and_count(name: str, value: Any) -> Tensor:
 
 def _to_scalar(name: str, value: Any) -> Tensor:
     try:
-        number = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
+        metric_value = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
     except (TypeError, ValueError) as error:
         raise TypeError(f"metric {name!r} = {value!r} is no number; give a number, or [sum, count]") from error
-    if number.numel() != 1:
-        shape = tuple(number.shape)
+    if metric_value.numel() != 1:
+        shape = tuple(metric_value.shape)
         raise TypeError(f"metric {name!r} has the shape {shape}; give a number, or [sum, count] as token_metric does")
-    return number.reshape(())
+    return metric_value.reshape(())
 
 
 def split_equally(num_samples: int, size: int | None) -> list[slice]:
@@ -201,8 +201,8 @@ def split_equally(num_samples: int, size: int | None) -> list[slice]:
     has at most `size` samples; None: one slice has all samples. Sizes differ by at most 1, because otherwise a few
     remaining samples could get an optimizer step of their own."""
     num_batches = -(-num_samples // (size or max(1, num_samples)))
-    batch_bounds = [-(-i * num_samples // num_batches) for i in range(num_batches + 1)] if num_batches else []
-    return [slice(*slice_bounds) for slice_bounds in pairwise(batch_bounds)]
+    batch_boundaries = [-(-i * num_samples // num_batches) for i in range(num_batches + 1)] if num_batches else []
+    return [slice(*slice_bounds) for slice_bounds in pairwise(batch_boundaries)]
 
 
 def metric_weights(config: AlgorithmConfig) -> dict[str, float]:

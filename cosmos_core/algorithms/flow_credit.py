@@ -181,8 +181,8 @@ class RewardMonitor:
         self._is_reward_alarm_on = bool(state.get("is_told", False))
 
 
-def _mean_or_nan(values: Sequence[float | None]) -> float:
-    known_values = [value for value in values if value is not None]
+def _mean_or_nan(metric_values: Sequence[float | None]) -> float:
+    known_values = [value for value in metric_values if value is not None]
     return float(np.mean(known_values)) if known_values else math.nan
 
 

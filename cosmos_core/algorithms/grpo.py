@@ -318,8 +318,8 @@ def _pad_micro_batch(rows: Sequence[Tensor] | None, micro_batch: MicroBatch) -> 
     if rows is None:
         return None
     padded_rows_BS = micro_batch.logprobs_BS.new_zeros((*micro_batch.logprobs_BS.shape, *rows[0].shape[1:]))
-    for row_index, i in enumerate(micro_batch.indices):
-        padded_rows_BS[row_index, : len(rows[i])] = rows[i]
+    for padded_row_index, i in enumerate(micro_batch.indices):
+        padded_rows_BS[padded_row_index, : len(rows[i])] = rows[i]
     return padded_rows_BS
 
 

@@ -167,8 +167,8 @@ def _missing_statistics_errors(pipeline: Pipeline, stage: StageConfig) -> Iterat
 
 def _dataset_mixture_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
     """Yield an error for a mixture of data sets in a stage whose key `data` already names its rows."""
-    replaces_dataset = stage.data and pipeline.stage_kind(stage).reads_data == "source"
-    if replaces_dataset and pipeline.recipes[stage.name].train.train_policy.datasets:
+    data_replaces_dataset = stage.data and pipeline.stage_kind(stage).reads_data == "source"
+    if data_replaces_dataset and pipeline.recipes[stage.name].train.train_policy.datasets:
         remedy = "leave data out, or set overrides.train.train_policy.datasets = []"
         yield f"data = {stage.data!r} takes the place of train.train_policy.datasets; {remedy}"
 

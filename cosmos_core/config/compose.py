@@ -264,11 +264,11 @@ def _make_default_stage_entries(recipe: Recipe, kinds: StageKinds) -> list[Mappi
     kind."""
     prepare_kind = _find_stage_kind(kinds, makes="data")
     training_kind = _find_stage_kind(kinds, feed=_find_feed(recipe))
-    data_key: TomlTable = {"data": f"{STAGE_PREFIX}{prepare_kind}"}
+    data_table: TomlTable = {"data": f"{STAGE_PREFIX}{prepare_kind}"}
     model_settings = {"after": (training_kind,), "model": f"{STAGE_PREFIX}{training_kind}"}
-    settings_by_kind: dict[str, TomlTable] = {prepare_kind: {}, training_kind: {"after": (prepare_kind,)} | data_key}
+    settings_by_kind: dict[str, TomlTable] = {prepare_kind: {}, training_kind: {"after": (prepare_kind,)} | data_table}
     if recipe.validation.enable:
-        settings_by_kind[_find_stage_kind(kinds, makes="metrics", reads_data="prepared")] = model_settings | data_key
+        settings_by_kind[_find_stage_kind(kinds, makes="metrics", reads_data="prepared")] = model_settings | data_table
     if recipe.train.ckpt.export_safetensors:
         export_kind = _find_stage_kind(kinds, makes="model", feed="", selects_branch=False, required_keys={})
         settings_by_kind[export_kind] = model_settings
@@ -552,7 +552,7 @@ def _absolute_path(base_folders: Sequence[Path], name: str) -> str:
 def _convert_reference(make_absolute: Callable[[str], str], reference_kind: ReferenceKind, reference: str) -> str:
     if reference_kind is ReferenceKind.PUBLICATION_TARGET:
         return absolute_publication_target(reference, make_absolute)
-    file_path, separator, python_object_name = reference.rpartition(":")
-    if file_path.endswith(".py"):
-        return f"{make_absolute(file_path)}{separator}{python_object_name}"
+    python_file_path, separator, python_object_name = reference.rpartition(":")
+    if python_file_path.endswith(".py"):
+        return f"{make_absolute(python_file_path)}{separator}{python_object_name}"
     return make_absolute(reference) if reference_kind is ReferenceKind.PATH and reference else reference

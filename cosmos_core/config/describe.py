@@ -201,18 +201,18 @@ def toml_text(toml_value: Any) -> str:
 
 def toml_type_name(type_annotation: Any) -> str:
     """Return the TOML name of a Python type, such as `list of strings`."""
-    type_origin, type_arguments = get_origin(type_annotation), get_args(type_annotation)
+    generic_type, type_arguments = get_origin(type_annotation), get_args(type_annotation)
     if type_annotation in _TOML_TYPE_NAMES:
         return _TOML_TYPE_NAMES[type_annotation]
-    if type_origin is Annotated:
+    if generic_type is Annotated:
         return toml_type_name(type_arguments[0])
-    if type_origin is Literal:
+    if generic_type is Literal:
         return " or ".join(toml_text(literal_value) for literal_value in type_arguments)
-    if type_origin in {Union, types.UnionType}:
+    if generic_type in {Union, types.UnionType}:
         return " or ".join(toml_type_name(argument) for argument in type_arguments if argument is not type(None))
-    if type_origin is tuple:
+    if generic_type is tuple:
         element_types = [toml_type_name(argument) for argument in type_arguments if argument is not Ellipsis]
         return f"list of {element_types[0]}s" if Ellipsis in type_arguments else f"[{', '.join(element_types)}]"
-    if type_origin is dict:
+    if generic_type is dict:
         return f"table of {toml_type_name(type_arguments[1])}s" if type_arguments[1] is not Any else "table"
     return "table" if find_table_classes(type_annotation) else "any value"

@@ -55,8 +55,8 @@ def group_changes_by_stage(changes: Mapping[str, Sequence[ChangeT]]) -> Iterator
 
 def flatten_tables(nested_tables: Mapping[str, Any], key_prefix: str = "") -> dict[str, Any]:
     """Return nested tables as one table with dotted keys; an empty table remains a value."""
-    flat_values: dict[str, Any] = {}
+    flat_table: dict[str, Any] = {}
     for key, setting in nested_tables.items():
         is_table = isinstance(setting, dict) and setting
-        flat_values |= flatten_tables(setting, f"{key_prefix}{key}.") if is_table else {key_prefix + key: setting}
-    return flat_values
+        flat_table |= flatten_tables(setting, f"{key_prefix}{key}.") if is_table else {key_prefix + key: setting}
+    return flat_table

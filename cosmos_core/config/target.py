@@ -25,8 +25,8 @@ def absolute_publication_target(publication_target: str, make_absolute: Callable
         return ""
     target_name, location = split_publication_target(publication_target)
     if target_name == LOCAL_FOLDER_TARGET:
-        folder_path = os.path.expanduser(location)
-        return folder_path if folder_path.startswith("~") else os.path.abspath(folder_path)
+        target_folder = os.path.expanduser(location)
+        return target_folder if target_folder.startswith("~") else os.path.abspath(target_folder)
     file_path, separator, object_name = target_name.rpartition(":")
     target_name = f"{make_absolute(file_path)}{separator}{object_name}" if file_path.endswith(".py") else target_name
     return f"{target_name}://{location}" if location else target_name

@@ -32,14 +32,14 @@ def fill_micro_batches(lengths: Sequence[int], row_order: Sequence[int], setting
     The candidates for a micro-batch are the first `settings.pool_size` remaining rows. The first candidate starts the
     micro-batch. Then the candidate with which it has the fewest tokens, padding included, is added until none fits."""
     remaining_rows = iter(row_order)
-    candidate_rows = list(islice(remaining_rows, settings.pool_size))
+    row_candidates = list(islice(remaining_rows, settings.pool_size))
     micro_batches = []
-    while candidate_rows:
-        micro_batch = [candidate_rows.pop(0)]
-        while (candidate_index := _select_next_row(lengths, micro_batch, candidate_rows, settings)) is not None:
-            micro_batch.append(candidate_rows.pop(candidate_index))
+    while row_candidates:
+        micro_batch = [row_candidates.pop(0)]
+        while (candidate_index := _select_next_row(lengths, micro_batch, row_candidates, settings)) is not None:
+            micro_batch.append(row_candidates.pop(candidate_index))
         micro_batches.append(micro_batch)
-        candidate_rows += islice(remaining_rows, settings.pool_size - len(candidate_rows))
+        row_candidates += islice(remaining_rows, settings.pool_size - len(row_candidates))
     return micro_batches
 
 

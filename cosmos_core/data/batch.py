@@ -63,16 +63,16 @@ def collate_rows(
 
 def collate_shared_prompts(
     rows: Sequence[np.ndarray],
-    row_groups: Sequence[tuple[Sequence[int], int]],
+    rows_by_prompt: Sequence[tuple[Sequence[int], int]],
     pad_id: int,
     padded_length_fn: Callable[[int], int],
 ) -> CollatedRows:
     """Pack rows of token ids to the inputs of a model. The rows of a group begin with the same prompt, which is packed
-    only once. `row_groups` has the row indices and the prompt length of each group (0: no common prompt). For other
+    only once. `rows_by_prompt` has the row indices and the prompt length of each group (0: no common prompt). For other
     arguments see `collate_rows`."""
     segments: list[tuple[int, int, int, int]] = []  # tuples of row index, start, end, and index of the prompt segment
     segment_index_by_row = {}
-    for row_indices, prompt_length in row_groups:
+    for row_indices, prompt_length in rows_by_prompt:
         prompt_segment_index = len(segments) if prompt_length else -1
         segments += [(row_indices[0], 0, prompt_length, -1)] if prompt_length else []
         for row_index in row_indices:

@@ -53,7 +53,7 @@ def clean_training_rows(
     config = stage.recipe.train.train_policy.clean
     assert config is not None
     match_counts: Counter[str] = Counter()
-    examples: list[str] = []
+    example_notices: list[str] = []
     is_row_dropped = np.zeros(len(rows), dtype=bool)
     with open(folder / MATCHES_FILE, "w", encoding="utf-8") as matches_file:
         apply_packer = dataset_loader.make_packer()
@@ -62,15 +62,16 @@ def clean_training_rows(
             is_row_dropped[row_number] |= match["dropped"]
             match_counts[match["match"]] += 1
             if match_counts[match["match"]] <= _MAX_EXAMPLES_PER_MATCH_TYPE:
-                examples.append(f"{match['row']}: {match['match']} of {match['of']}: {match['text'][:80]!r}")
+                example_notices.append(f"{match['row']}: {match['match']} of {match['of']}: {match['text'][:80]!r}")
             matches_file.write(json.dumps(match, ensure_ascii=False) + "\n")
     kept_rows = rows.select(~is_row_dropped)
     if not len(kept_rows):
         raise DataError(f"train.train_policy.clean drops all {len(rows)} rows; set action = 'report' to see why")
     match_counts["dropped"] = int(is_row_dropped.sum())
     metric_names = ("exact_duplicate", "near_duplicate", "benchmark_text", "held_out_row", "dropped")
-    summary = ", ".join(f"{match_counts[name]} {name.replace('_', ' ')}" for name in metric_names)
-    notices = [f"clean: {summary}, of {len(rows)} rows; data/{MATCHES_FILE} has them", *examples] if examples else []
+    counts_text = ", ".join(f"{match_counts[name]} {name.replace('_', ' ')}" for name in metric_names)
+    counts_notice = f"clean: {counts_text}, of {len(rows)} rows; data/{MATCHES_FILE} has them"
+    notices = [counts_notice, *example_notices] if example_notices else []
     for notice in notices:
         logger.warning("%s", notice)
     return kept_rows, {f"data/clean_{name}": float(match_counts[name]) for name in metric_names}, notices
@@ -135,8 +136,8 @@ def _iterate_readable_rows(
 
 def _shows_images(row: Row, row_content: Any) -> bool:
     row_contents = row_content if isinstance(row_content, tuple) else (row_content,)
-    turns = chain.from_iterable(item for item in row_contents if isinstance(item, list))
-    return bool(get_column_images(row)) or any(isinstance(turn["content"], list) for turn in turns)
+    row_turns = chain.from_iterable(item for item in row_contents if isinstance(item, list))
+    return bool(get_column_images(row)) or any(isinstance(turn["content"], list) for turn in row_turns)
 
 
 def _make_row_fingerprint(location: str, row_texts: list[str]) -> tuple["RowFingerprint", list[list[str]]]:
@@ -144,10 +145,10 @@ def _make_row_fingerprint(location: str, row_texts: list[str]) -> tuple["RowFing
     the row."""
     normalised_texts = list(map(normalise_text, row_texts))
     words_by_text = list(map(split_words, normalised_texts))
-    digest = blake2b("\0".join(normalised_texts).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    text_digest = blake2b("\0".join(normalised_texts).encode("utf-8", "surrogatepass"), digest_size=16).digest()
     ngram_hashes = np.unique(hash_ngrams(hash_words([*chain.from_iterable(words_by_text)]), _SHINGLE_SIZE))
     text_beginning = "\n".join(row_texts)[:_MAX_TEXT_CHARACTERS].encode("utf-8", "replace").decode()
-    return RowFingerprint(digest, location, text_beginning, ngram_hashes), words_by_text
+    return RowFingerprint(text_digest, location, text_beginning, ngram_hashes), words_by_text
 
 
 def iterate_texts(content: Any) -> Iterator[str]:
@@ -191,10 +192,10 @@ class RowFingerprint(NamedTuple):
         """Compare this row with the rows `candidates`. Return the match (a line of `clean.jsonl`) with the most similar
         one; None if none has an equal text or a similarity of at least `min_similarity` (0: only equal texts match)."""
         best_match, best_similarity = None, min_similarity or 2.0
-        for possible_match in candidates:
-            similarity = 2.0 if self.digest == possible_match.digest else self.compute_similarity(possible_match)
+        for similar_row in candidates:
+            similarity = 2.0 if self.digest == similar_row.digest else self.compute_similarity(similar_row)
             if similarity > best_similarity or (similarity == best_similarity and best_match is None):
-                best_match, best_similarity = possible_match, similarity
+                best_match, best_similarity = similar_row, similarity
         if best_match is None:
             return None
         return {
@@ -255,8 +256,8 @@ def find_duplicates(
     for row_position in np.flatnonzero(is_key_shared.any(axis=1)).tolist():
         shared_key_columns = np.flatnonzero(is_key_shared[row_position]).tolist()
         row_hash_keys = [(key_column, int(hash_keys[row_position, key_column])) for key_column in shared_key_columns]
-        candidates = map(fingerprints.__getitem__, hash_key_index.find_row_numbers(row_hash_keys))
-        if match := fingerprints[row_position].find_match(candidates, min_similarity):
+        rows_with_shared_keys = map(fingerprints.__getitem__, hash_key_index.find_row_numbers(row_hash_keys))
+        if match := fingerprints[row_position].find_match(rows_with_shared_keys, min_similarity):
             yield row_position, match
         else:
             hash_key_index.add(row_position, row_hash_keys)
@@ -306,8 +307,8 @@ class BenchmarkIndex:
         hash_positions = np.minimum(np.searchsorted(hashes, row_ngram_hashes), len(hashes) - 1)
         shared_ngram_counts: Counter[int] = Counter()
         for start in hash_positions[hashes[hash_positions] == row_ngram_hashes].tolist():
-            range_end = start + _MAX_CANDIDATES
-            shared_ngram_counts.update(text_indices[start:range_end][hashes[start:range_end] == hashes[start]].tolist())
+            end = start + _MAX_CANDIDATES
+            shared_ngram_counts.update(text_indices[start:end][hashes[start:end] == hashes[start]].tolist())
         best_match: tuple[float, int, list[str]] | None = None
         for text_index, _ in shared_ngram_counts.most_common(_MAX_CANDIDATES):
             benchmark_words = remove_operators(split_words(normalise_text(self._benchmark_texts[text_index][1])))

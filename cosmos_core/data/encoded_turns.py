@@ -22,8 +22,8 @@ def decode_conversation(cell: Any, location: str = "") -> Any:
     turns of ms-swift; return any other value unchanged. Raise DataError, which names `location`, if a text that begins
     like turns cannot be decoded; if `location` is empty, return such a text unchanged."""
     if isinstance(cell, list) and cell and all(isinstance(e, dict) and e.keys() in _TURN_PAIR_KEYS for e in cell):
-        is_assistant = "assistant".__eq__  # sort the user's turn first: columnar formats may have sorted the keys
-        return [{"role": role, "content": pair[role]} for pair in cell for role in sorted(pair, key=is_assistant)]
+        is_assistant_role = "assistant".__eq__  # sort the user's turn first: columnar formats may have sorted the keys
+        return [{"role": role, "content": pair[role]} for pair in cell for role in sorted(pair, key=is_assistant_role)]
     if not isinstance(cell, str) or not re.match(r"\s*\[\s*\{", cell):
         return cell
     decoded_turns = parse_json(cell)
@@ -56,8 +56,8 @@ def _parse_literal(python_literal: str) -> Any:
     """Return the value of a Python literal; NumPy's form without commas between dictionaries is allowed. Return None if
     the text is no literal."""
     try:
-        python_tokens = [token.string for token in tokenize.generate_tokens(StringIO(python_literal.strip()).readline)]
-        adjacent_token_pairs = pairwise([*filter(str.strip, python_tokens), ""])
+        literal_tokens = [token.string for token in tokenize.generate_tokens(StringIO(python_literal.strip()).readline)]
+        adjacent_token_pairs = pairwise([*filter(str.strip, literal_tokens), ""])
         return ast.literal_eval(" ".join("}," if pair == ("}", "{") else pair[0] for pair in adjacent_token_pairs))
     except (ValueError, SyntaxError, MemoryError, RecursionError, tokenize.TokenError):
         return None

@@ -61,27 +61,27 @@ class RowReader:
 
 
 @contextmanager
-def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
+def _open_text(path: Path, newline_mode: str) -> Iterator[TextIO]:
     """Open a text file and skip its byte order marks; raise DataError if it cannot be read, or is not UTF-8."""
     with ExitStack() as exit_stack:
         with convert_reader_errors(f"{path.name} cannot be read"):
-            file = exit_stack.enter_context(_FILE_OPENER_BY_SUFFIX.get(path.suffix.lower(), open)(path, "rb"))
+            text_file = exit_stack.enter_context(_FILE_OPENER_BY_SUFFIX.get(path.suffix.lower(), open)(path, "rb"))
             # Let bz2 and lzma report damage after the first compressed stream, which they ignore by default.
-            if isinstance(file, bz2.BZ2File | lzma.LZMAFile):
-                cast(Any, file)._buffer.raw._trailing_error = ()
+            if isinstance(text_file, bz2.BZ2File | lzma.LZMAFile):
+                cast(Any, text_file)._buffer.raw._trailing_error = ()
             num_bom_bytes = 0  # bytes to skip; some programs add a byte order mark with each save
-            while file.read(len(BOM_UTF8)) == BOM_UTF8:
+            while text_file.read(len(BOM_UTF8)) == BOM_UTF8:
                 num_bom_bytes += len(BOM_UTF8)
-            file.seek(num_bom_bytes)
+            text_file.seek(num_bom_bytes)
         try:
-            yield TextIOWrapper(file, encoding="utf-8", newline=newline)
+            yield TextIOWrapper(text_file, encoding="utf-8", newline=newline_mode)
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
             if is_machine_error(error):  # raise disk errors unchanged; bz2 raises OSError also for damaged data
                 raise
             raise DataError(f"{path.name} is damaged: {first_line(error)}; compress it again") from error
         except UnicodeDecodeError:
-            file.seek(0)
-            file_bytes = file.read()
+            text_file.seek(0)
+            file_bytes = text_file.read()
             try:
                 file_bytes.decode()
             except UnicodeDecodeError as error:
@@ -124,11 +124,11 @@ def _read_json(path: Path) -> Iterator[LocatedRow]:
         first_text_block = file.read(_CHARACTERS_PER_READ)
         if not first_text_block.lstrip().startswith("["):
             first_row_values = [list(row.values()) for _, row in islice(_read_json_lines(path), 2)]
-            only_cell = first_row_values[0][0] if [len(values) for values in first_row_values] == [1] else None
-            is_object_list = isinstance(only_cell, list) and all(isinstance(element, dict) for element in only_cell)
+            single_cell = first_row_values[0][0] if [len(values) for values in first_row_values] == [1] else None
+            is_object_list = isinstance(single_cell, list) and all(isinstance(element, dict) for element in single_cell)
             # A single object with a list of turns, as in `{"messages": [{"role": ...}]}`, is one row, not several.
-            if only_cell and is_object_list and not {"role", "from"} & only_cell[0].keys():
-                yield from ((f"{path.name} row {row_index}", element) for row_index, element in enumerate(only_cell))
+            if single_cell and is_object_list and not {"role", "from"} & single_cell[0].keys():
+                yield from ((f"{path.name} row {row_index}", element) for row_index, element in enumerate(single_cell))
             else:
                 yield from _read_json_lines(path)
             return

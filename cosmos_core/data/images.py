@@ -65,9 +65,9 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
             content = [_IMAGE_PLACEHOLDER if part["type"] == "image" else part for part in content]
         turns_with_placeholders.append({**turn, "content": content})
     num_missing_images, unshown_images = sum(source is None for source in image_sources), list(unused_images)
-    are_duplicates = all(isinstance(each, str | dict) for each in unshown_images) and unshown_images == image_sources
+    repeats_images = all(isinstance(each, str | dict) for each in unshown_images) and unshown_images == image_sources
     # Images of the column that no turn shows are an error, unless the column only repeats the images in the turns.
-    if num_missing_images or (unshown_images and not are_duplicates):
+    if num_missing_images or (unshown_images and not repeats_images):
         num_images_in_row = len(image_sources) - num_missing_images + len(unshown_images)
         problem = f"the turns show {len(image_sources)} images and the row has {num_images_in_row}"
         raise DataError(f"{location}: {problem}; write <image> once for each image")

@@ -85,11 +85,11 @@ def find_learned_spans(
 def _find_turn_spans(
     render_messages: RenderFn, turns: list[Message], rendered_text: str, added_tokens: Sequence[str]
 ) -> list[Span] | None:
-    find_by_placeholders = partial(find_spans_by_placeholders, turn_end_tokens=added_tokens)
-    turn_span_finders: list[Callable[..., list[Span] | None]] = [find_spans_by_prefixes, find_by_placeholders]
+    find_placeholder_spans = partial(find_spans_by_placeholders, turn_end_tokens=added_tokens)
+    turn_span_finders: list[Callable[..., list[Span] | None]] = [find_spans_by_prefixes, find_placeholder_spans]
     if len(turns) > _MIN_TURNS_FOR_PLACEHOLDERS:
         turn_span_finders.reverse()
-    turn_span_finders.append(partial(find_by_placeholders, keeps_reasoning=True))
+    turn_span_finders.append(partial(find_placeholder_spans, keeps_reasoning=True))
     spans_by_finder = (find_spans(render_messages, turns, rendered_text) for find_spans in turn_span_finders)
     return next((spans for spans in spans_by_finder if spans is not None), None)
 
@@ -123,8 +123,8 @@ def _select_trained_spans(
     return selected_generation_spans
 
 
-def _is_span_overlapping(span: Span, other_spans: list[Span]) -> bool:
-    return any(max(span[0], other_span[0]) < min(span[1], other_span[1]) for other_span in other_spans)
+def _is_span_overlapping(span: Span, compared_spans: list[Span]) -> bool:
+    return any(max(span[0], other_span[0]) < min(span[1], other_span[1]) for other_span in compared_spans)
 
 
 def _extend_to_end_token(

@@ -74,8 +74,8 @@ def list_bucket_sizes(size: PixelSize, size_multiple: int) -> tuple[PixelSize, .
     return tuple(dict.fromkeys(bucket_sizes))
 
 
-def decode_media(media_content: MediaContent, frame_settings: FrameSettings, clip_position: float) -> np.ndarray:
-    """Return an image (HWC) or a clip (FHWC) as uint8; `clip_position` in [0, 1] selects the clip if `sampling` is
+def decode_media(media_content: MediaContent, frame_settings: FrameSettings, clip_fraction: float) -> np.ndarray:
+    """Return an image (HWC) or a clip (FHWC) as uint8; `clip_fraction` in [0, 1] selects the clip if `sampling` is
     random. Raise DataError if the content cannot be decoded completely or a video has too few frames, and OSError if a
     disk or network operation failed, after which a retry can succeed."""
     with convert_errors(partial(_convert_decoder_error, media_content), DataError):
@@ -84,8 +84,8 @@ def decode_media(media_content: MediaContent, frame_settings: FrameSettings, cli
                 raise DataError("it is a video, and the model makes images")
             # A MemoryError may be temporary: decode again. FFmpeg raises it each time for a damaged size in a file.
             with suppress(MemoryError):
-                return _decode_clip(media_content, frame_settings, clip_position)
-            return _decode_clip(media_content, frame_settings, clip_position)
+                return _decode_clip(media_content, frame_settings, clip_fraction)
+            return _decode_clip(media_content, frame_settings, clip_fraction)
         pixels = _resize_and_crop(_decode_image(media_content), frame_settings)
         return pixels[None] if frame_settings.num_frames else pixels
 
@@ -144,18 +144,18 @@ def _resize_and_crop(image: Image, frame_settings: FrameSettings) -> np.ndarray:
     return np.asarray(image.resize((width, height), pillow.Resampling.LANCZOS, box=crop_box))
 
 
-def _decode_clip(media_content: MediaContent, frame_settings: FrameSettings, clip_position: float) -> np.ndarray:
-    """Return the frames of the clip that `frame_settings` and, for random sampling, `clip_position` select from a
+def _decode_clip(media_content: MediaContent, frame_settings: FrameSettings, clip_fraction: float) -> np.ndarray:
+    """Return the frames of the clip that `frame_settings` and, for random sampling, `clip_fraction` select from a
     video. The video is decoded once, up to the last of these frames."""
     num_video_frames = _count_frames(media_content)
     if num_video_frames < frame_settings.num_frames:
-        frame_requirement = f"policy.diffusers.train_frames = {frame_settings.num_frames}"
-        raise DataError(f"it has {num_video_frames} frames, and {frame_requirement} are needed")
-    frame_indices = _select_frame_indices(num_video_frames, frame_settings, clip_position)
+        required_frames_text = f"policy.diffusers.train_frames = {frame_settings.num_frames}"
+        raise DataError(f"it has {num_video_frames} frames, and {required_frames_text} are needed")
+    frame_indices = _select_frame_indices(num_video_frames, frame_settings, clip_fraction)
     frames: list[np.ndarray] = []
-    with _open_container(media_content) as container:
-        video_stream = container.streams.video[0]
-        for frame_index, frame in enumerate(container.decode(video_stream)):
+    with _open_container(media_content) as video_container:
+        video_stream = video_container.streams.video[0]
+        for frame_index, frame in enumerate(video_container.decode(video_stream)):
             if frame_index == frame_indices[len(frames)]:
                 # Correct the width for non-square pixels.
                 display_width = round(frame.width * (video_stream.sample_aspect_ratio or 1))
@@ -166,12 +166,12 @@ def _decode_clip(media_content: MediaContent, frame_settings: FrameSettings, cli
     raise DataError(f"its frame {frame_indices[len(frames)]} of {num_video_frames} cannot be decoded")
 
 
-def _select_frame_indices(num_video_frames: int, frame_settings: FrameSettings, clip_position: float) -> list[int]:
+def _select_frame_indices(num_video_frames: int, frame_settings: FrameSettings, clip_fraction: float) -> list[int]:
     num_frames = frame_settings.num_frames
     if frame_settings.sampling == "uniform":
         return np.linspace(0, num_video_frames - 1, num_frames).round().astype(int).tolist()
     last_start_index = num_video_frames - num_frames
-    random_start_index = min(last_start_index, int(clip_position * (last_start_index + 1)))
+    random_start_index = min(last_start_index, int(clip_fraction * (last_start_index + 1)))
     first_frame_index = {"first": 0, "middle": last_start_index // 2}.get(frame_settings.sampling, random_start_index)
     return list(range(first_frame_index, first_frame_index + num_frames))
 

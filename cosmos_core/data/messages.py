@@ -13,7 +13,7 @@ from typing import Any
 from cosmos_core.data.columns import find_column, has_column_value, is_filled
 from cosmos_core.data.encoded_turns import decode_conversation, decode_history
 from cosmos_core.data.tool_calls import parse_sharegpt_calls, pop_tool_calls
-from cosmos_core.data.turn_weights import check_part_keys, pop_turn_weight
+from cosmos_core.data.turn_weights import check_content_part_keys, pop_turn_weight
 from cosmos_core.errors import DataError, MissingColumn
 
 Row = dict[str, Any]
@@ -301,7 +301,7 @@ def _read_role(turn: dict[str, Any]) -> str:
 def read_content(content: Any, location: str, with_images: bool = False) -> Any:
     """Normalise the content of a turn: return its text, or its parts if the turn shows images. Raise DataError if the
     content is neither text nor a list of text and image parts, or shows media that are not supported."""
-    check_part_keys(content, location)
+    check_content_part_keys(content, location)
     if isinstance(content, list) and all(map(_is_text_part, content)):
         return "".join(part["text"] for part in content)
     if with_images and isinstance(content, list):
@@ -316,9 +316,9 @@ def read_content(content: Any, location: str, with_images: bool = False) -> Any:
     return content
 
 
-def is_image_part(part: Any) -> bool:
+def is_image_part(content_part: Any) -> bool:
     """Return whether a value is an image part of a turn's content."""
-    return isinstance(part, dict) and part.get("type") in ("image", "image_url", "input_image")
+    return isinstance(content_part, dict) and content_part.get("type") in ("image", "image_url", "input_image")
 
 
 def _is_text_part(part: Any) -> bool:

@@ -30,9 +30,9 @@ def split_words(text: str) -> list[str]:
     return _WORD_REGEX.findall(text)
 
 
-def remove_operators(words: list[str]) -> list[str]:
+def remove_operators(normalised_words: list[str]) -> list[str]:
     """Return the words that are not signs of arithmetic, such as `+`."""
-    return [word for word in words if word[0].isalnum()]
+    return [word for word in normalised_words if word[0].isalnum()]
 
 
 @lru_cache(maxsize=_MAX_CACHED_WORDS)

@@ -72,7 +72,7 @@ def preview(stage: Stage, encoders: Encoders | None = None) -> dict[str, _SplitP
 
 def _preview_split(stage: Stage, encoders: Encoders, split_name: str, split: MediaSplit) -> _SplitPreview:
     skip_reasons, clip_fps, num_usable_rows = list(split.skip_reasons), set[float](), len(split.kept_rows)
-    details = ""
+    row_details = ""
     if encodes_media(stage, split_name, split):
         frame_settings = make_frame_settings(stage.recipe, split.dataset_config, encoders)
         row_stride = -(-num_usable_rows // _MAX_DECODED_MEDIA) or 1
@@ -85,18 +85,19 @@ def _preview_split(stage: Stage, encoders: Encoders, split_name: str, split: Med
             clip_fps |= {frame_rate} if frame_rate else set()
             num_upscaled += is_image_enlarged
             skip_reasons += [f"{row.location}: {decode_error}"] if decode_error else []
-        details = f" (of which {-(-num_usable_rows // row_stride):,} were decoded)" if row_stride > 1 else ""
-        details += f", {num_upscaled:,} images smaller than inference_size, which are enlarged" * bool(num_upscaled)
+        num_decoded_rows = -(-num_usable_rows // row_stride)
+        row_details = f" (of which {num_decoded_rows:,} were decoded)" if row_stride > 1 else ""
+        row_details += f", {num_upscaled:,} images smaller than inference_size, which are enlarged" * bool(num_upscaled)
     num_usable_rows -= len(skip_reasons) - len(split.skip_reasons)
     _check_skip_reasons(split_name, skip_reasons, split, num_usable_rows)
     if clip_fps:
         frame_rate_text = f"{min(clip_fps):g}" + (f" to {max(clip_fps):g}" if len(clip_fps) > 1 else "")
-        details += f", clips of {frame_rate_text} frames a second"
-        details += ", which are learned frame by frame" if len(clip_fps) > 1 else ""
-    details += f", {len(skip_reasons):,} left out (first: {skip_reasons[0]})" if skip_reasons else ""
+        row_details += f", clips of {frame_rate_text} frames a second"
+        row_details += ", which are learned frame by frame" if len(clip_fps) > 1 else ""
+    row_details += f", {len(skip_reasons):,} left out (first: {skip_reasons[0]})" if skip_reasons else ""
     rows = split.kept_rows[:2]
     prompts = [{"text": row.prompt, "reference": "", "metadata": json.loads(row.metadata)} for row in rows]
-    return f"{split_name}: {num_usable_rows:,} rows{details}", num_usable_rows, list(prompts)
+    return f"{split_name}: {num_usable_rows:,} rows{row_details}", num_usable_rows, list(prompts)
 
 
 def _try_to_decode(

@@ -127,10 +127,10 @@ def check_token_ids(folder: Path, num_embeddings: int) -> None:
             raise DataError(f"{location}: {problem}; {remedy}")
 
 
-def find_longest_row_length(folder: Path, column_suffix: str = "_ids", split: str = "*") -> int:
+def find_longest_row_length(folder: Path, id_column_suffix: str = "_ids", split: str = "*") -> int:
     """Return the number of tokens of the longest prepared row of text in `split` ("*": in all splits). Only columns
-    whose names end with `column_suffix` count. Raise DataError if a file is damaged."""
-    id_columns = (table[name] for table, name in _iterate_id_columns(folder, split) if name.endswith(column_suffix))
+    whose names end with `id_column_suffix` count. Raise DataError if a file is damaged."""
+    id_columns = (table[name] for table, name in _iterate_id_columns(folder, split) if name.endswith(id_column_suffix))
     max_column_lengths = (pc.max(pc.list_value_length(column)).as_py() for column in id_columns)
     return max((length or 0 for length in max_column_lengths), default=0)
 

@@ -157,13 +157,13 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, rows:
     return RowChunk(record_batch, skipped_rows, locations_with_merged_turns, row_counts, unread_column_counts)
 
 
-def _is_rendered_twice(record: Record, row_spec: RecordSpec, cells: list[Any], end_tokens: Collection[str]) -> bool:
-    """Return whether one of `cells`, the values of the row that were read, is text that the chat template rendered
+def _is_rendered_twice(record: Record, row_spec: RecordSpec, row_cells: list[Any], end_tokens: Collection[str]) -> bool:
+    """Return whether one of `row_cells`, the values of the row that were read, is text that the chat template rendered
     although it contains one of `end_tokens`: a chat template had already rendered the text before it was stored."""
     is_plain_text = bool(record.counts.keys() & {"plain_rows", "continued_rows"})
     # Ignore the text of the reference answer, which is never rendered.
     reference_response = dict(zip(row_spec.row_kind.columns, record.values, strict=False)).get("reference")
-    rendered_texts = (value for value in cells if isinstance(value, str) and value != reference_response)
+    rendered_texts = (value for value in row_cells if isinstance(value, str) and value != reference_response)
     return not is_plain_text and any(token in text for text in rendered_texts for token in end_tokens)
 
 

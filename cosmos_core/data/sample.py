@@ -62,11 +62,11 @@ def batch_within_token_limit(samples: Sequence[Sample], max_tokens: int | None) 
 def swap_responses(samples: Sequence[Sample], max_tokens: int) -> list[Sample]:
     """Return each prompt with the response of the previous sample, and the first prompt with the last response. Each
     sequence is cut to `max_tokens`."""
-    response_starts = [int(sample.loss_mask.argmax()) for sample in samples]
+    response_start_indices = [int(sample.loss_mask.argmax()) for sample in samples]
 
     def swap(field_name: str, i: int) -> np.ndarray:
-        prompt = getattr(samples[i], field_name)[: response_starts[i]]
-        previous_response = getattr(samples[i - 1], field_name)[response_starts[i - 1] :]
+        prompt = getattr(samples[i], field_name)[: response_start_indices[i]]
+        previous_response = getattr(samples[i - 1], field_name)[response_start_indices[i - 1] :]
         return np.concatenate([prompt, previous_response])[:max_tokens]
 
     return [replace(s, input_ids=swap("input_ids", i), loss_mask=swap("loss_mask", i)) for i, s in enumerate(samples)]

@@ -71,8 +71,8 @@ def find_spans_by_placeholders(
 def strip_trailing_space(span: Span, text: str, turn_end_tokens: Sequence[str]) -> Span:
     """Return the span of a turn without the whitespace that a template writes after the token that closes the turn."""
     start, end = span
-    stripped_text = text[start:end].rstrip()
-    return (start, start + len(stripped_text)) if stripped_text.endswith(tuple(turn_end_tokens)) else span
+    stripped_span_text = text[start:end].rstrip()
+    return (start, start + len(stripped_span_text)) if stripped_span_text.endswith(tuple(turn_end_tokens)) else span
 
 
 def common_prefix_length(sequence: Sequence[Any], second_sequence: Sequence[Any]) -> int:
@@ -109,10 +109,10 @@ def _find_texts_before_completions(
     """Return the `TextBeforeCompletion` of each completion, the messages at `turn_indices`. `template_texts` are the
     texts that the chat template writes between completions."""
     first_and_last_turn_index = turn_indices[0], turn_indices[-1]
-    first_prompt, last_prompt = (_find_generation_prompt(render_fn, messages[:i]) for i in first_and_last_turn_index)
-    are_prompts_equal, preceding_texts = first_prompt == last_prompt, []
+    prompt_of_first, last_prompt = (_find_generation_prompt(render_fn, messages[:i]) for i in first_and_last_turn_index)
+    are_prompts_equal, preceding_texts = prompt_of_first == last_prompt, []
     for i, template_text in zip(turn_indices, template_texts, strict=False):
-        generation_prompt = first_prompt if are_prompts_equal else _find_generation_prompt(render_fn, messages[:i])
+        generation_prompt = prompt_of_first if are_prompts_equal else _find_generation_prompt(render_fn, messages[:i])
         last_turn_text = _get_last_text(messages[:i])
         if generation_prompt is None:
             preceding_texts.append((template_text, ""))
@@ -188,8 +188,8 @@ def _locate_completions(
     """Return the span of each completion in `rendered_text`, including the end of its turn. The completions are located
     by the texts that the chat template writes before them, and after the last one (`final_text`). Return None if these
     texts do not occur in `rendered_text`, or if several locations are possible."""
-    (text_before_first, _), *texts_before_others = preceding_texts
-    texts_between = [text for text, _ in texts_before_others]
+    (text_before_first, _), *texts_before_later_turns = preceding_texts
+    texts_between = [text for text, _ in texts_before_later_turns]
     search_start, search_end = len(text_before_first), len(rendered_text) - len(final_text)
     if not (rendered_text.startswith(text_before_first) and rendered_text.endswith(final_text) and all(texts_between)):
         return None

@@ -37,7 +37,7 @@ class _ProcessLimits:
         """Time of the monotonic clock at which the running `limit_resources` block exceeds its time limit; infinity if
         no block runs."""
         self.is_timer_running = False
-        self._address_space_bytes, self._next_measurement_time = 0, -math.inf
+        self._address_space_bytes, self._next_size_measurement_time = 0, -math.inf
 
     @contextmanager
     def run_timer(self) -> Iterator[None]:
@@ -66,10 +66,10 @@ class _ProcessLimits:
     def measure_address_space(self) -> int:
         """Return the size in bytes of this process's address space; a measured size is reused for
         `_MEMORY_SIZE_REFRESH_SECONDS`."""
-        if time.monotonic() >= self._next_measurement_time:
+        if time.monotonic() >= self._next_size_measurement_time:
             with open("/proc/self/statm", "rb", buffering=0) as file:
                 self._address_space_bytes = int(file.read(64).split()[0]) * _PAGE_SIZE_BYTES
-            self._next_measurement_time = time.monotonic() + _MEMORY_SIZE_REFRESH_SECONDS
+            self._next_size_measurement_time = time.monotonic() + _MEMORY_SIZE_REFRESH_SECONDS
         return self._address_space_bytes
 
 

@@ -17,10 +17,10 @@ def find_lost_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> 
     lost_characters, num_compared = Counter[str](), 0
     for full_text in texts:
         # Drop lone surrogates, which tokenizers refuse.
-        compared_text = full_text[:_MAX_COMPARED_CHARACTERS].encode(errors="ignore").decode()
-        token_ids = tokenizer.encode(compared_text, add_special_tokens=False)
+        compared_row_text = full_text[:_MAX_COMPARED_CHARACTERS].encode(errors="ignore").decode()
+        token_ids = tokenizer.encode(compared_row_text, add_special_tokens=False)
         known_token_ids = [token_id for token_id in token_ids if token_id != tokenizer.unk_token_id]
-        character_counts = _count_characters(compared_text)
+        character_counts = _count_characters(compared_row_text)
         lost_characters += character_counts - _count_characters(str(tokenizer.decode(known_token_ids)))
         num_compared += character_counts.total()
     if not lost_characters:

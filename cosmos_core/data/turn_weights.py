@@ -26,8 +26,8 @@ def pop_turn_weight(turn: dict[str, Any], role: str, location: str) -> dict[str,
         if not isinstance(value, int | float) or value not in (0, 1):
             raise DataError(f"{location}: {key} = {str(value)[:40]}; a turn is learned (1) or not (0)")
         if value and key != "weight" and role != "assistant":
-            role_rule_text = "only turns of the assistant are learned"
-            raise DataError(f"{location}: {key} = {value}, but {role_rule_text}; leave {key} out")
+            learned_role_rule = "only turns of the assistant are learned"
+            raise DataError(f"{location}: {key} = {value}, but {learned_role_rule}; leave {key} out")
     return {} if all(weight_by_key.values()) else {"weight": 0}
 
 
@@ -35,7 +35,7 @@ def _is_flag_value(value: Any) -> bool:
     return isinstance(value, int | float | list) or str(value).lower() in {"0", "1", "false", "true", "no", "yes"}
 
 
-def check_part_keys(content: Any, location: str) -> None:
+def check_content_part_keys(content: Any, location: str) -> None:
     """Raise DataError if a part of a turn's content has a key that selects tokens to learn: a turn is learned whole."""
     for part in content if isinstance(content, list) else ():
         for key in (*_TURN_WEIGHT_KEYS, *_UNSUPPORTED_WEIGHT_KEYS):

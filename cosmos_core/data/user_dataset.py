@@ -81,8 +81,8 @@ class UserDatasetLoader:
             self._call_setup(packer)
         packer_method_name = getattr(packer, method_name, None) if method_name else None
         if packer_method_name is None:
-            called_method_text = f"{method_name}, which it does not have" if method_name else "none; leave it out"
-            raise ConfigError(f"{setting_text}: a training on {algorithm.rows} calls {called_method_text}")
+            needed_method_text = f"{method_name}, which it does not have" if method_name else "none; leave it out"
+            raise ConfigError(f"{setting_text}: a training on {algorithm.rows} calls {needed_method_text}")
         return partial(_apply_packer, packer_method_name, algorithm)
 
     def _call_setup(self, user_object: Any) -> None:

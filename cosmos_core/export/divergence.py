@@ -73,19 +73,19 @@ def measure_divergence(folder: Path, use_vllm: bool, rows: Sequence[TokenIds], r
     """Return the divergence of the quantised model in `folder` from the exported model, whose log-probabilities are in
     `reference_folder`. Raise `StageFailed` if the divergence is not less than that of a uniform distribution: the
     quantised model is broken."""
-    kl_sum_by_row, token_counts, uniform_kl_sum, num_same_top_tokens = [], [], 0.0, 0
+    kl_sum_by_row, token_counts, sum_of_uniform_kl, num_same_top_tokens = [], [], 0.0, 0
     for row_index, logprobs_TV in enumerate(_compute_logprobs(folder, use_vllm, rows)):
         reference_logprobs_TV = torch.from_numpy(np.load(reference_folder / f"{row_index}.npy")).double()
-        kl_T = (reference_logprobs_TV.exp() * (reference_logprobs_TV - logprobs_TV.double())).sum(-1)
+        kl_per_token_T = (reference_logprobs_TV.exp() * (reference_logprobs_TV - logprobs_TV.double())).sum(-1)
         entropy_T = -(reference_logprobs_TV.exp() * reference_logprobs_TV).sum(-1)
-        kl_sum_by_row.append(float(kl_T.sum()))
-        token_counts.append(len(kl_T))
-        uniform_kl_sum += float((math.log(reference_logprobs_TV.shape[-1]) - entropy_T).sum())
+        kl_sum_by_row.append(float(kl_per_token_T.sum()))
+        token_counts.append(len(kl_per_token_T))
+        sum_of_uniform_kl += float((math.log(reference_logprobs_TV.shape[-1]) - entropy_T).sum())
         num_same_top_tokens += int((reference_logprobs_TV.argmax(-1) == logprobs_TV.argmax(-1)).sum())
     num_tokens = sum(token_counts)
     row_mean_kls = np.array(kl_sum_by_row) / np.array(token_counts)
     standard_error = float(row_mean_kls.std(ddof=1) / math.sqrt(len(row_mean_kls))) if len(row_mean_kls) > 1 else 0.0
-    kl, uniform_kl = sum(kl_sum_by_row) / num_tokens, uniform_kl_sum / num_tokens
+    kl, uniform_kl = sum(kl_sum_by_row) / num_tokens, sum_of_uniform_kl / num_tokens
     divergence = Divergence(kl, standard_error, num_same_top_tokens / num_tokens, uniform_kl, num_tokens)
     if not divergence.kl < divergence.uniform_kl:  # unlike `>=`, `not <` is also True for NaN
         divergence_text = f"its divergence from the exported model is {divergence.kl:.3g} nats per token"

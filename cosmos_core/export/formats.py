@@ -172,10 +172,10 @@ def _write_quantized_model(stage: Stage, plan: QuantPlan, unquantized_outcome: O
     shutil.rmtree(target_folder, ignore_errors=True)
     stage.progress.phase("export")
 
-    def on_file_quantized(num_finished_files: int, num_files: int) -> None:
-        stage.progress.advance(num_finished_files, num_files)
-        if stage.stop_requested and num_finished_files < num_files:
-            progress_text = f"{num_finished_files} of {num_files} files"
+    def on_file_quantized(num_quantized_files: int, num_weight_files: int) -> None:
+        stage.progress.advance(num_quantized_files, num_weight_files)
+        if stage.stop_requested and num_quantized_files < num_weight_files:
+            progress_text = f"{num_quantized_files} of {num_weight_files} files"
             raise Preempted(f"stage {stage.name!r}: {progress_text} of {plan.format_name} are written")
 
     def report_progress() -> None:

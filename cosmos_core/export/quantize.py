@@ -35,7 +35,7 @@ _FORMAT_PRESETS = {
 """Quantisation preset and tensor layout of compressed-tensors, by the name of the format in `export.formats`."""
 _GROUP_SIZES = (128, 64, 32)
 """Numbers of weights per quantisation group that vLLM's kernels support, the preferred number first."""
-_DIMENSION_MULTIPLE = 32
+_DIMENSION_SIZE_MULTIPLE = 32
 """Number by which both dimensions of a 4-bit weight must be divisible, for vLLM's kernels."""
 _WEIGHTS_PER_CHUNK = 1 << 23
 """Maximum number of elements of a weight tensor that are quantised at once, which limits the memory."""
@@ -78,15 +78,15 @@ def find_layers(model: PreTrainedModel) -> LinearLayers:
 def make_quant_scheme(format_name: str, linear_layers: LinearLayers) -> QuantizationScheme:
     """Return the scheme of compressed-tensors for a quantised format. The format `w4a16` gets the largest group size
     that divides the input size of every layer. Raise `ModelError` if a weight with groups has a dimension that is not a
-    multiple of `_DIMENSION_MULTIPLE`."""
+    multiple of `_DIMENSION_SIZE_MULTIPLE`."""
     preset_name, tensor_layout = _FORMAT_PRESETS[format_name]
     scheme = preset_name_to_scheme(preset_name, ["Linear"])
     scheme.format = tensor_layout
     if scheme.weights.group_size is None:
         return scheme
     for key, shape in linear_layers.weight_shapes.items():
-        if any(dimension % _DIMENSION_MULTIPLE for dimension in shape):
-            problem = f"{list(shape)}, and both sizes must be multiples of {_DIMENSION_MULTIPLE}"
+        if any(dimension % _DIMENSION_SIZE_MULTIPLE for dimension in shape):
+            problem = f"{list(shape)}, and both sizes must be multiples of {_DIMENSION_SIZE_MULTIPLE}"
             remedy = f"leave {format_name!r} out of export.formats"
             raise ModelError(f"{format_name}: {key} has the shape {problem}; {remedy}")
     common_input_divisor = math.gcd(*(shape[-1] for shape in linear_layers.weight_shapes.values()))
@@ -129,11 +129,11 @@ def quantize_folder(
         elif other_file.suffix != ".safetensors" and other_file.name != _INDEX_FILE:
             shutil.copyfile(other_file, target_folder / other_file.name)
     if (source_folder / _INDEX_FILE).exists():
-        target_weight_files, weight_map = [target_folder / Path(file).name for file in weight_paths], dict[str, str]()
-        for target_file in target_weight_files:
+        quantized_files, weight_map = [target_folder / Path(file).name for file in weight_paths], dict[str, str]()
+        for target_file in quantized_files:
             with safe_open(target_file, framework="pt") as reader:
                 weight_map |= dict.fromkeys(reader.keys(), target_file.name)
-        total_size = sum(target_file.stat().st_size for target_file in target_weight_files)
+        total_size = sum(target_file.stat().st_size for target_file in quantized_files)
         weight_index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(target_folder / _INDEX_FILE, weight_index)
     quantization_config = QuantizationConfig(

@@ -78,7 +78,7 @@ class EndpointClient:
         extra_fields |= {"top_k": sampling.top_k} if sampling.top_k > 0 else {}
         extra_fields |= {"repetition_penalty": sampling.repetition_penalty} if sampling.repetition_penalty != 1 else {}
         try:
-            reply = self._openai_client.chat.completions.create(
+            chat_reply = self._openai_client.chat.completions.create(
                 model=self._sample_config.endpoint_model, messages=messages,
                 temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens,
                 seed=seed % (1 << 31), extra_body=extra_fields,
@@ -86,9 +86,9 @@ class EndpointClient:
         except ValueError as error:  # the Content-Type of the reply is JSON, but the reply is not
             raise StageFailed(f"sample.endpoint = {self.url!r}: the reply is no JSON: {first_line(error)}") from error
         # A reply that is not JSON is a string, without choices, and a proxy may write an error in place of a message.
-        first_choice = next(iter(getattr(reply, "choices", None) or ()), None)
+        first_choice = next(iter(getattr(chat_reply, "choices", None) or ()), None)
         if (message := getattr(first_choice, "message", None)) is None:
-            raise StageFailed(f"sample.endpoint = {self.url!r}: the reply has no message: {str(reply)[:100]}")
+            raise StageFailed(f"sample.endpoint = {self.url!r}: the reply has no message: {str(chat_reply)[:100]}")
         # Replace lone surrogates, which tokenizers refuse.
         is_reply_complete = getattr(first_choice, "finish_reason", None) in {"stop", "tool_calls"}
         reply_text = _make_reply_text(message, is_finished=is_reply_complete).encode(errors="replace").decode()

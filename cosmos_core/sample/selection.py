@@ -111,12 +111,12 @@ def make_metrics(
     """
     rewards_by_prompt = [rewards for record in records if (rewards := _list_valid_rewards(record.candidates))]
     candidates = [completion for record in records for completion in record.candidates]
-    kept_rewards = [reward for completions in kept_completions for reward in _list_valid_rewards(completions)]
+    rewards_of_kept = [reward for completions in kept_completions for reward in _list_valid_rewards(completions)]
     known_pass_rates = [pass_rate for pass_rate in pass_rates if pass_rate is not None]
     values_by_metric = {
         "reward_random": [float(np.mean(rewards)) for rewards in rewards_by_prompt],
         "reward_best": [max(rewards) for rewards in rewards_by_prompt],
-        "reward_kept": kept_rewards,
+        "reward_kept": rewards_of_kept,
         "pass_rate": known_pass_rates,
         "solved": [float(pass_rate > 0) for pass_rate in known_pass_rates],
         "length": [float(completion.num_tokens) for completion in candidates],

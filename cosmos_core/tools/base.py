@@ -99,22 +99,22 @@ def _parse_tool_call(turn_text: str, call_start_index: int) -> tuple[ToolCall, i
     json_start = call_start_index + len(turn_text[call_start_index:]) - len(turn_text[call_start_index:].lstrip())
     try:
         decoded_call, end_of_json = _JSON_DECODER.raw_decode(turn_text, json_start)
-        end_tag_start = end_of_json + len(turn_text[end_of_json:]) - len(turn_text[end_of_json:].lstrip())
-        if not turn_text.startswith(_CALL_END_TAG, end_tag_start):
-            has_end_tag = _CALL_END_TAG in turn_text[end_tag_start:]
+        end_tag_index = end_of_json + len(turn_text[end_of_json:]) - len(turn_text[end_of_json:].lstrip())
+        if not turn_text.startswith(_CALL_END_TAG, end_tag_index):
+            has_end_tag = _CALL_END_TAG in turn_text[end_tag_index:]
             raise ValueError("more than one JSON value" if has_end_tag else f"no {_CALL_END_TAG} behind it")
-        return _make_tool_call(decoded_call), end_tag_start + len(_CALL_END_TAG)
+        return _make_tool_call(decoded_call), end_tag_index + len(_CALL_END_TAG)
     except (ValueError, RecursionError) as error:
         parse_error = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        end_tag_start = turn_text.find(_CALL_END_TAG, call_start_index)
-        call_end_index = len(turn_text) if end_tag_start < 0 else end_tag_start + len(_CALL_END_TAG)
+        end_tag_index = turn_text.find(_CALL_END_TAG, call_start_index)
+        call_end_index = len(turn_text) if end_tag_index < 0 else end_tag_index + len(_CALL_END_TAG)
         return ToolCall("", error=f"the tool call cannot be read: {parse_error}"), call_end_index
 
 
-def _make_tool_call(decoded_call: Any) -> ToolCall:
-    if not isinstance(decoded_call, dict) or not isinstance(decoded_call.get("name"), str):
+def _make_tool_call(json_call: Any) -> ToolCall:
+    if not isinstance(json_call, dict) or not isinstance(json_call.get("name"), str):
         return ToolCall("", error='a tool call is {"name": "...", "arguments": {...}}')
-    tool_name, call_arguments = decoded_call["name"][:_MAX_TOOL_NAME_LENGTH], decoded_call.get("arguments")
+    tool_name, call_arguments = json_call["name"][:_MAX_TOOL_NAME_LENGTH], json_call.get("arguments")
     if isinstance(call_arguments, str):  # decode arguments in OpenAI's format, which are JSON text
         call_arguments = _JSON_DECODER.decode(call_arguments) if call_arguments.strip() else {}
     call_arguments = {} if call_arguments is None else call_arguments

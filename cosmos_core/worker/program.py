@@ -217,8 +217,8 @@ def _report_hardware(stage: Stage, properties_by_rank: Sequence[MachinePropertie
     supported_precisions_text, train_config = "", stage.recipe.train
     if stage.kind.trains_model:
         supported_precisions_text = f", {train_config.master_dtype} weights, computes in {train_config.param_dtype}"
-    machine_list_text = formatting.describe_machines(properties_by_rank)
-    logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, machine_list_text, supported_precisions_text)
+    machines_text = formatting.describe_machines(properties_by_rank)
+    logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, machines_text, supported_precisions_text)
 
 
 def _run_with_metrics(stage: Stage, stage_program: Callable[..., Outcome]) -> Outcome:

@@ -56,11 +56,11 @@ class ObjectiveInputs:
 def measure_capping(ratio_BT: Tensor, loss_inputs: ObjectiveInputs, policy_settings: PolicySettings) -> Metrics:
     """Return the metrics `clip_high...`: the fraction of tokens whose probability ratio exceeds
     `policy_settings.ratio_cap`, in total and by the sign of the advantage."""
-    is_capped_BT = ratio_BT > policy_settings.ratio_cap
+    is_ratio_capped_BT = ratio_BT > policy_settings.ratio_cap
     return {
-        "clip_high": token_metric(is_capped_BT, loss_inputs.mask_BT),
-        "clip_high_positive": token_metric(is_capped_BT & (loss_inputs.advantages_B1 > 0), loss_inputs.mask_BT),
-        "clip_high_negative": token_metric(is_capped_BT & (loss_inputs.advantages_B1 < 0), loss_inputs.mask_BT),
+        "clip_high": token_metric(is_ratio_capped_BT, loss_inputs.mask_BT),
+        "clip_high_positive": token_metric(is_ratio_capped_BT & (loss_inputs.advantages_B1 > 0), loss_inputs.mask_BT),
+        "clip_high_negative": token_metric(is_ratio_capped_BT & (loss_inputs.advantages_B1 < 0), loss_inputs.mask_BT),
     }
 
 

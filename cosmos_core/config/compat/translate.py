@@ -49,10 +49,10 @@ def with_current_keys(config_values: TomlTable, error_prefix: str, notices: list
         new_value = table_of_new_key.get(new_key_name, old_value)
         if new_value not in (old_value, None):
             old_text, new_value_text = f"{old_key} = {shorten_value(old_value)}", shorten_value(new_value)
-            conflict_text = f"{old_text} is today's {new_key}, which says {new_value_text}"
+            key_conflict_text = f"{old_text} is today's {new_key}, which says {new_value_text}"
             if other_old_key := old_key_by_new_key.get(new_key):
-                conflict_text = f"{other_old_key} = {new_value_text} and {old_text} are both today's {new_key}"
-            raise ConfigError(f"{error_prefix}: {conflict_text}; keep one of them")
+                key_conflict_text = f"{other_old_key} = {new_value_text} and {old_text} are both today's {new_key}"
+            raise ConfigError(f"{error_prefix}: {key_conflict_text}; keep one of them")
         table_of_new_key[new_key_name], old_key_by_new_key[new_key] = old_value, old_key
         notices.append(f"{old_key} is today's {new_key}")
     _translate_remote_reward(config_values, notices)
