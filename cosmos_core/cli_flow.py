@@ -36,13 +36,13 @@ def parse_parameters(parameter_assignments: Sequence[str]) -> dict[str, Any]:
     """Return the parameters of `-p NAME=VALUE` options; a value is JSON or, otherwise, a string."""
     parameters: dict[str, Any] = {}
     for assignment in parameter_assignments:
-        name, separator, value_text = assignment.partition("=")
+        name, separator, parameter_json = assignment.partition("=")
         if not separator or not name.isidentifier():
             raise ConfigError(f"-p {assignment}: write NAME=VALUE")
         try:
-            parameters[name] = json.loads(value_text)
+            parameters[name] = json.loads(parameter_json)
         except ValueError:
-            parameters[name] = value_text
+            parameters[name] = parameter_json
     return parameters
 
 
@@ -76,18 +76,18 @@ def resume_flow(run_path: Path) -> int:
     secret_names = [name for name, value in start_info.parameters.items() if json.dumps(MASK) in json.dumps(value)]
     if secret_names:
         secret_options = {name: f"-p {name}=..." for name in secret_names}
-        options = {name: _format_option(name, value) for name, value in start_info.parameters.items()} | secret_options
+        cli_args = {name: _format_option(name, value) for name, value in start_info.parameters.items()} | secret_options
         output_dir, entrypoint = shlex.quote(str(run_path.parent)), shlex.quote(start_info.entrypoint)
         run_command = f"COSMOS_OUTPUT_DIR={output_dir} cosmos run {entrypoint}"
         cd_command = f"cd {shlex.quote(start_folder)} && " if start_folder and start_folder != os.getcwd() else ""
         raise ConfigError(
             f"run {run_path.name}: run.json does not keep the secret {' '.join(secret_options.values())}; continue the "
-            f"run with: {cd_command}{run_command} {' '.join(options.values())} --run-id {shlex.quote(run_path.name)}"
+            f"run with: {cd_command}{run_command} {' '.join(cli_args.values())} --run-id {shlex.quote(run_path.name)}"
         )
     os.environ["COSMOS_OUTPUT_DIR"] = str(run_path.parent)
     if start_folder and not os.access(start_folder, os.X_OK):
-        problem = f"was started in {start_folder}, to which relative paths of its flow refer"
-        raise ConfigError(f"run {run_path.name} {problem}; there is no such folder, so make it, or move it back")
+        folder_problem = f"was started in {start_folder}, to which relative paths of its flow refer"
+        raise ConfigError(f"run {run_path.name} {folder_problem}; there is no such folder, so make it, or move it back")
     return run_flow(start_info.entrypoint, start_info.parameters, run_path.name, run_path.parent)
 
 
@@ -137,8 +137,8 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
         return
     run = open_run(run_path, all_kinds())
     set_command_credentials(run.pipeline)
-    stage_kinds, find_stored = run.pipeline.stage_kinds, make_result_lookup(run.pipeline)
-    reuse_decisions = plan_stages(run.pipeline, stage_kinds, run.output_dir, find_stored_result=find_stored)
+    stage_kinds, find_stored_result = run.pipeline.stage_kinds, make_result_lookup(run.pipeline)
+    reuse_decisions = plan_stages(run.pipeline, stage_kinds, run.output_dir, find_stored_result=find_stored_result)
     make_console().print(make_plan_table(run.pipeline, reuse_decisions))
     echo(f"These are the stages of run {run_id} ({parameter_text}); the flow decides on later calls when it runs.")
 

@@ -33,10 +33,9 @@ def status(run_name: RunArgument = "", output_dir: OutputDirOption = Path("outpu
         from cosmos_core.launch.reap import find_cancelled_flow_run
 
         if flow_run_name := find_cancelled_flow_run(run_path.parent, run_path.name):
-            advice = "but the run goes on; if it still does in a minute: cosmos reap"
-            typer.echo(
-                f"flow run {flow_run_name} was cancelled, {advice if run_outcome == 'running' else 'and waits no more'}"
-            )
+            reap_hint = "but the run goes on; if it still does in a minute: cosmos reap"
+            effect_text = reap_hint if run_outcome == "running" else "and waits no more"
+            typer.echo(f"flow run {flow_run_name} was cancelled, {effect_text}")
 
 
 def runs(
@@ -144,9 +143,11 @@ def lineage(
     path = Path(name) if is_run_given_by_path else find_run(name, output_dir)
     lineage_entries = trace_lineage(path)
     for entry in lineage_entries:
-        kind_text = f"({entry.kind}) " if entry.kind else ""
-        digest = entry.digest.removeprefix("hub:").rpartition("@")[2][:12]
+        kind_prefix = f"({entry.kind}) " if entry.kind else ""
+        short_digest = entry.digest.removeprefix("hub:").rpartition("@")[2][:12]
         gpu_hours = f"  {entry.gpu_seconds / 3600:.4g} GPU hours" if entry.gpu_seconds else ""
-        typer.echo(f"{'  ' * entry.depth}{entry.name} {kind_text}{digest}  {entry.location}  {entry.status}{gpu_hours}")
+        typer.echo(
+            f"{'  ' * entry.depth}{entry.name} {kind_prefix}{short_digest}  {entry.location}  {entry.status}{gpu_hours}"
+        )
     if broken_entries := [f"{entry.name}: {entry.status}" for entry in lineage_entries if entry.is_broken]:
         raise CosmosError(f"{path} does not come from what its manifests name: {'; '.join(broken_entries)}")

@@ -147,7 +147,7 @@ def clean(
     except ValueError as error:
         raise ConfigError(f"--older-than {older_than!r}: write a number and a unit: 12h or 30d") from error
     if store:
-        _clean_store(store, num_kept_runs=keep, older_than_seconds=min_age_seconds, is_confirmed=yes)
+        _clean_store(store, num_kept_runs=keep, older_than_seconds=min_age_seconds, is_removal_confirmed=yes)
         return
     runs_folder = output_dir.absolute()
     clean_decisions = retention.decide_retention(runs_folder, num_kept_runs=keep, older_than_seconds=min_age_seconds)
@@ -160,11 +160,11 @@ def clean(
     freed_size = format_bytes(sum(decision.size for decision in removed_runs))
     removed_count_text = f"{len(removed_runs)} of {len(clean_decisions)} runs"
     remove_hint = "; remove them with --yes" if removed_runs else ""
-    summary = f"removed {removed_count_text}" if yes else f"{removed_count_text} may be removed"
-    typer.echo(f"{summary}, {freed_size}{'' if yes else remove_hint}")
+    removal_summary = f"removed {removed_count_text}" if yes else f"{removed_count_text} may be removed"
+    typer.echo(f"{removal_summary}, {freed_size}{'' if yes else remove_hint}")
 
 
-def _clean_store(store_url: str, *, num_kept_runs: int, older_than_seconds: float, is_confirmed: bool) -> None:
+def _clean_store(store_url: str, *, num_kept_runs: int, older_than_seconds: float, is_removal_confirmed: bool) -> None:
     from cosmos_core.observe.formatting import format_bytes, format_duration
     from cosmos_core.upload.store_retention import StoreRetention
 
@@ -173,7 +173,7 @@ def _clean_store(store_url: str, *, num_kept_runs: int, older_than_seconds: floa
         retention_text = f"stays: {run.reason_to_keep}" if run.reason_to_keep else "goes"
         typer.echo(f"{run.name}  {run.pipeline}, {format_duration(run.age_seconds)} old  {retention_text}")
     num_removable_runs = sum(not run.reason_to_keep for run in store_retention.runs)
-    if is_confirmed:
+    if is_removal_confirmed:
         num_removed_runs, freed_bytes = store_retention.remove()
         typer.echo(f"removed {num_removed_runs} of {len(store_retention.runs)} runs, {format_bytes(freed_bytes)}")
     else:

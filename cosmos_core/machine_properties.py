@@ -113,12 +113,14 @@ def _measure_machine(
         if ray_address:
             error_lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
             connection_error = find_connection_error(ray_address)
-            problem = f"it is not reached: {connection_error}" if connection_error else f"no properties: {error_lines}"
-            raise StageFailed(f"RAY_ADDRESS = {ray_address!r}: {problem}") from error
+            failure_text = (
+                f"it is not reached: {connection_error}" if connection_error else f"no properties: {error_lines}"
+            )
+            raise StageFailed(f"RAY_ADDRESS = {ray_address!r}: {failure_text}") from error
         if isinstance(error, subprocess.TimeoutExpired):
             raise StageFailed(f"pipeline.python = {python_path!r}: no reply in {_MEASURE_TIMEOUT_SECONDS} s") from error
-        problem = f"pipeline.python = {python_path!r} does not run: {error}"
-        raise ConfigError(f"{problem}; name a Python interpreter") from error
+        failure_text = f"pipeline.python = {python_path!r} does not run: {error}"
+        raise ConfigError(f"{failure_text}; name a Python interpreter") from error
     # Read the GPUs in this process: all interpreters see the same, and another interpreter may lack pynvml.
     gpus = tuple(machine_properties.gpus) if ray_address else tuple(name for name, _ in _list_visible_gpus())
     return replace(machine_properties, gpus=gpus)

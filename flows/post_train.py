@@ -26,7 +26,7 @@ from cosmos_core.run.directory import (
     claim_run,
     create_writable_folder,
     describe_run_removal,
-    flow_runs_folder,
+    get_flow_runs_folder,
     open_or_create_run,
     open_run,
     read_start_info,
@@ -98,7 +98,7 @@ def open_run_to_execute(config: str, overrides: Sequence[str], run_id: str, flow
     check_targets(pipeline)
     check_store(pipeline)
     # If Prefect retries a flow run, continue the run that the first attempt of the flow run created.
-    run_id_file = flow_runs_folder(create_writable_folder(pipeline.output_dir)) / flow_run_id
+    run_id_file = get_flow_runs_folder(create_writable_folder(pipeline.output_dir)) / flow_run_id
     if flow_run_id and not run_id and run_id_file.is_file():
         run_id = run_id_file.read_text(encoding="utf-8")
     opened_run = open_or_create_run(pipeline, run_id=run_id)

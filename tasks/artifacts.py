@@ -246,5 +246,7 @@ def _render_result_card(result: Result) -> str:
     if (gate_conditions := result["info"].get("conditions")) is not None:
         lines += ["", render_conditions_table(parse_documents(gate_conditions, GateCondition))]
     output_files = result["outputs"][:_MAX_TABLE_ROWS]
-    file_lines = [f"- `{file['path']}` {file['size']:,} bytes, sha256 `{file['sha256'][:12]}`" for file in output_files]
-    return "\n".join([*lines, "", *file_lines, "", f"fingerprint `{result['fingerprint'][:16]}`", ""])
+    output_file_lines = [
+        f"- `{file['path']}` {file['size']:,} bytes, sha256 `{file['sha256'][:12]}`" for file in output_files
+    ]
+    return "\n".join([*lines, "", *output_file_lines, "", f"fingerprint `{result['fingerprint'][:16]}`", ""])

@@ -168,14 +168,14 @@ def make_publication_check() -> Callable[[], None]:
     flow_run_context = copy_context()  # a copy, because other threads do not see the current flow run and its client
 
     def raise_if_cancelled() -> None:
-        wait_start_time, has_warned = time.monotonic(), False
+        wait_start_time, has_warned_of_wait = time.monotonic(), False
         worker.sleep_unless_stopping(0)
         while (was_flow_run_cancelled := flow_run_context.copy().run(is_cancelled)) is None:
             if time.monotonic() - wait_start_time > _MAX_UNREACHABLE_SECONDS:
                 raise StageFailed("the Prefect server does not respond, so nothing is published: was it cancelled?")
-            if not has_warned:
+            if not has_warned_of_wait:
                 logger.warning("the Prefect server does not respond: the publication waits until it does")
-                has_warned = True
+                has_warned_of_wait = True
             worker.sleep_unless_stopping(_POLL_SECONDS)
         if was_flow_run_cancelled:
             raise Cancelled("its flow run was cancelled, so nothing is published")

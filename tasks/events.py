@@ -34,10 +34,10 @@ def emit_stage_completed(
     event_payload = {"reused": was_reused, "metrics": _keep_finite_metrics(result["metrics"])}
     _emit_event("cosmos.stage.completed", run, stage_name, event_payload)
     is_publication = run.pipeline.stage_kind(run.pipeline.stage(stage_name)).makes == "publication"
-    published_address, was_published = result["info"].get("published"), "was_published" in result["info"]
+    published_address, was_model_published = result["info"].get("published"), "was_published" in result["info"]
     if earlier_result is not None:
-        was_published |= earlier_result["info"].get("published") == published_address
-    if is_publication and not was_reused and not was_published:
+        was_model_published |= earlier_result["info"].get("published") == published_address
+    if is_publication and not was_reused and not was_model_published:
         publication_details = {"target": run.pipeline.stage(stage_name).target, "published": published_address}
         _emit_event("cosmos.model.published", run, stage_name, event_payload | publication_details)
 

@@ -169,11 +169,11 @@ class PythonFlowState:
                         self._run_lock.release()
                         self._run_lock = None
 
-    def record_end(self, *, is_completed: bool) -> None:
+    def save_final_state(self, *, is_flow_completed: bool) -> None:
         """Record the final state of the flow, which may have ended long after its last stage."""
-        has_waited = all(future._final_state is not None for future in self.futures.values())
+        has_waited_for_stages = all(future._final_state is not None for future in self.futures.values())
         with self._state_lock:
-            self.state = ("completed" if has_waited else "") if is_completed else "failed"
+            self.state = ("completed" if has_waited_for_stages else "") if is_flow_completed else "failed"
             if self.run is not None:
                 record_flow_state(self.run.path, self.state)
                 publish_run_report(self.run.path)
@@ -247,18 +247,18 @@ class PythonFlowState:
         # Compare without the folder, because a deployment can clone the flow into another folder for each flow run.
         if start_info is not None and Path(start_info.entrypoint).name != Path(self.entrypoint).name:
             raise ConfigError(f"run {run.id} is one of the flow {start_info.entrypoint}; give this flow another run_id")
-        old_config, new_config = run.pipeline.config, pipeline.config
-        configured_keys = self.settings.keys() - BUDGET_KEYS - {"output_dir"}
-        if changed := [key for key in sorted(configured_keys) if getattr(old_config, key) != getattr(new_config, key)]:
+        saved_config, new_config = run.pipeline.config, pipeline.config
+        compared_keys = self.settings.keys() - BUDGET_KEYS - {"output_dir"}
+        if changed := [key for key in sorted(compared_keys) if getattr(saved_config, key) != getattr(new_config, key)]:
             raise ConfigError(f"run {run.id} has other settings ({', '.join(changed)}); give the flow another run_id")
         return replace_budget(run, new_config)
 
     def config(self) -> PipelineConfig:
         """Return the `[pipeline]` settings of the run; raise `ConfigError` for an unknown key or a wrong value."""
         output_dir = os.environ.get(OUTPUT_DIR_VARIABLE) or self.settings.get("output_dir", "")
-        config_table = {**self.settings, "name": self.name, "output_dir": output_dir}
+        pipeline_table = {**self.settings, "name": self.name, "output_dir": output_dir}
         return parse_table(
-            PipelineConfig, config_table, error_prefix=f"{self.entrypoint}: configure_run", key_prefix="pipeline"
+            PipelineConfig, pipeline_table, error_prefix=f"{self.entrypoint}: configure_run", key_prefix="pipeline"
         )
 
     def _compose_pipeline(self, run: Run | None, call: StageCall, source_file: Path) -> Pipeline:
@@ -295,11 +295,11 @@ def current_flow() -> PythonFlowState:
     flow_run_context = FlowRunContext.get()
     if flow_run_context is None or flow_run_context.flow_run is None or flow_run_context.flow is None:
         raise ConfigError("a stage is called in a Prefect flow: decorate the function that calls it with @flow")
-    attempt_key = f"{flow_run_context.flow_run.id}-{flow_run_context.flow_run.run_count}"
+    flow_run_attempt_key = f"{flow_run_context.flow_run.id}-{flow_run_context.flow_run.run_count}"
     with _flows_lock:
-        if attempt_key not in _flows_by_attempt:
-            _flows_by_attempt[attempt_key] = _create_flow_state(flow_run_context)
-        return _flows_by_attempt[attempt_key]
+        if flow_run_attempt_key not in _flows_by_attempt:
+            _flows_by_attempt[flow_run_attempt_key] = _create_flow_state(flow_run_context)
+        return _flows_by_attempt[flow_run_attempt_key]
 
 
 def configure_run(**pipeline_settings: Any) -> None:
@@ -367,7 +367,7 @@ def _record_flow_stops() -> None:
 def _record_flow_end(flow: object, flow_run: FlowRun, state: State[Any]) -> None:
     flow_states = [attempt for attempt in [*_flows_by_attempt.values()] if attempt.flow_run == str(flow_run.id)]
     for attempt in flow_states:
-        attempt.record_end(is_completed=state.is_completed())
+        attempt.save_final_state(is_flow_completed=state.is_completed())
     if started_runs := [attempt.run for attempt in flow_states if attempt.run is not None]:
         events.emit_run_ended(started_runs[-1], has_run_failed=not state.is_completed())
 

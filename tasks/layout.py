@@ -103,8 +103,10 @@ def _read_checkpoint_metrics(path: Path, result: Result, checkpoint: str) -> Res
     for line in read_metrics(path / METRICS_FILE):
         if line["step"] == step:
             metrics |= {key: value for key, value in line.items() if key not in {"step", "time"}}
-    lacks_file, hint_text = not (path / METRICS_FILE).is_file(), f"; those of step {step} of {path.name!r} are in "
-    return {"metrics": metrics, "hint": f"{hint_text}{path / METRICS_FILE}, which is not on this machine" * lacks_file}
+    if (metrics_file := path / METRICS_FILE).is_file():
+        return {"metrics": metrics, "hint": ""}
+    missing_file_hint = f"; those of step {step} of {path.name!r} are in {metrics_file}, which is not on this machine"
+    return {"metrics": metrics, "hint": missing_file_hint}
 
 
 def prepare_stage_folder(
@@ -121,7 +123,7 @@ def prepare_stage_folder(
         report_line(f"{RERUN_EVENT}: {rerun_reason}")
     (path / manifest.RESULT_FILE).unlink(missing_ok=True)
     save_fingerprint(path, fingerprint, stage.work_pool)
-    results, kind_by_input_role = read_upstream_results(run, stage), _SOURCE_KIND_BY_ROLE
+    upstream_results, kind_by_input_role = read_upstream_results(run, stage), _SOURCE_KIND_BY_ROLE
     # Inputs and digests are matched by their order, because several inputs may have the same key.
     source_digests = [
         value for role, *_, value in fingerprint.inputs if role in kind_by_input_role and not referenced_stage(value)
@@ -136,19 +138,23 @@ def prepare_stage_folder(
     model_origin = find_model_origin(run.pipeline, stage)
     stage, recipe = download_inputs(run.pipeline, stage, run.output_dir, partial(sleep_unless_stopping, 0))
     if teacher_config := recipe.teacher_for_stage(stage_kind):
-        teacher_path = resolve_output(stage.name, "model", teacher_config.model_name_or_path, results)
+        teacher_path = resolve_output(stage.name, "model", teacher_config.model_name_or_path, upstream_results)
         recipe = recipe.copy_with(distillation=teacher_config.copy_with(model_name_or_path=teacher_path))
     for key, dataset in recipe.datasets.items() if stage_kind.reads_data == "source" else ():
         if referenced_stage(dataset.name):
-            recipe = replace_setting(recipe, f"{key}.name", resolve_output(stage.name, "data", dataset.name, results))
+            recipe = replace_setting(
+                recipe, f"{key}.name", resolve_output(stage.name, "data", dataset.name, upstream_results)
+            )
         if name := referenced_stage(dataset.pass_rates):
-            recipe = replace_setting(recipe, f"{key}.pass_rates", str(Path(results[name]["path"]) / PASS_RATES_FILE))
-    model_path = resolve_output(stage.name, "model", stage.model, results, stage.format)
-    data_path = resolve_output(stage.name, "data", stage.data, results)
+            recipe = replace_setting(
+                recipe, f"{key}.pass_rates", str(Path(upstream_results[name]["path"]) / PASS_RATES_FILE)
+            )
+    model_path = resolve_output(stage.name, "model", stage.model, upstream_results, stage.format)
+    data_path = resolve_output(stage.name, "data", stage.data, upstream_results)
     linked_model = create_linked_model_folder(stage_inputs(stage, recipe, stage_kind), path / "base_model")
     prepared_stage = Stage(
         path=path, config=stage, recipe=recipe, model=linked_model or model_path or recipe.policy.model_name_or_path,
-        data=Path(data_path) if data_path else None, inputs=results, fingerprint=fingerprint.value,
+        data=Path(data_path) if data_path else None, inputs=upstream_results, fingerprint=fingerprint.value,
         training_fingerprint=fingerprint.training_hash, kind=stage_kind, sources=external_sources, origin=model_origin,
     )  # fmt: skip
     prepared_stage.save()
@@ -165,17 +171,19 @@ def supersede_outdated_stage(stage_path: Path, fingerprint: Fingerprint) -> None
     stage_path.mkdir(parents=True, exist_ok=True)
 
 
-def resolve_output(stage: str, key: str, reference: str, results: dict[str, Result], model_format: str = "") -> str:
+def resolve_output(
+    stage: str, key: str, reference: str, upstream_results: dict[str, Result], model_format: str = ""
+) -> str:
     """Return the folder to which `model = "stage:NAME"` or `data = "stage:NAME"` refers; return any other value
     unchanged. `model_format` selects a format of the model; empty or `bf16`: the model without quantisation. Raises
     `ConfigError` if the stage NAME has no such output."""
     name = referenced_stage(reference)
     if name is None:
         return reference
-    info, setting_text = results[name]["info"], f"stage {stage!r}: {key} = {reference!r}"
+    info, setting_text = upstream_results[name]["info"], f"stage {stage!r}: {key} = {reference!r}"
     output = info.get(key) if model_format in {"", UNQUANTIZED_FORMAT} else info.get("formats", {}).get(model_format)
     if not output:
-        raise ConfigError(f"{setting_text}, but stage {name!r} (kind {results[name]['kind']}) makes no {key}")
+        raise ConfigError(f"{setting_text}, but stage {name!r} (kind {upstream_results[name]['kind']}) makes no {key}")
     if "://" in str(output):
         raise ConfigError(f"{setting_text} is published at {output}; name the stage that {name!r} publishes")
-    return str(Path(results[name]["path"]) / str(output))
+    return str(Path(upstream_results[name]["path"]) / str(output))

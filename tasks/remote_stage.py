@@ -241,8 +241,10 @@ def report_worker_wait(
     """Report why a stage waits for a worker of a work pool, in the flow's log and in `state.json`, unless
     `last_wait_message` has the same reason; return the message."""
     num_workers = sum(map(is_worker_online, prefect_client.read_workers_for_work_pool(work_pool)))
-    worker_text = f"{num_workers} live" if num_workers else f"none is live; start one: cosmos worker --pool {work_pool}"
-    message = f"waits for a worker of pool {work_pool}: {worker_text}"
+    live_workers_text = (
+        f"{num_workers} live" if num_workers else f"none is live; start one: cosmos worker --pool {work_pool}"
+    )
+    message = f"waits for a worker of pool {work_pool}: {live_workers_text}"
     if prefect_client.read_work_pool(work_pool).is_paused:
         message = f"waits for work pool {work_pool}, which is paused"
     elif work_queue_id and (work_queue := prefect_client.read_work_queue(work_queue_id)).is_paused:

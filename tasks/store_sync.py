@@ -219,8 +219,10 @@ class StageSync:
         if not store_url or (are_outputs_present and find_output_damage(stage_path, result) is None):
             return False
         stage_paths = [self._run.stage_path(stage.name) for stage in self._run.pipeline.stages]
-        results = [(path, other) for path in stage_paths if (other := read_result(path))]
-        output_files = [(each["sha256"], path / each["path"]) for path, other in results for each in other["outputs"]]
+        paths_and_results = [(path, other) for path in stage_paths if (other := read_result(path))]
+        output_files = [
+            (each["sha256"], path / each["path"]) for path, other in paths_and_results for each in other["outputs"]
+        ]
         local_files = {digest: file for digest, file in output_files if file.is_file()}
         ArtifactStore(store_url, partial(sleep_unless_stopping, 0)).fetch_outputs(result, stage_path, local_files)
         return True

@@ -77,7 +77,7 @@ def hold_gpus(
     num_machine_gpus = len(gpu_uuid_by_device)
     min_gpus = min(num_gpus, num_machine_gpus)
     max_gpus = num_machine_gpus if should_hold_all_free else min_gpus
-    while not (gpu_locks := _lock_free_gpus(gpu_uuid_by_device, min_gpus, max_gpus)):
+    while not (gpu_locks := _lock_unused_gpus(gpu_uuid_by_device, min_gpus, max_gpus)):
         report_waiting(f"waits for {num_gpus} of the {num_machine_gpus} GPUs of this machine, which other stages have")
     with ExitStack() as exit_stack:
         for gpu_lock in gpu_locks.values():
@@ -85,7 +85,7 @@ def hold_gpus(
         yield {"CUDA_VISIBLE_DEVICES": ",".join(gpu_locks)}, [gpu_lock.descriptor for gpu_lock in gpu_locks.values()]
 
 
-def _lock_free_gpus(gpu_uuid_by_device: Mapping[str, str], min_gpus: int, max_gpus: int) -> dict[str, FileLock]:
+def _lock_unused_gpus(gpu_uuid_by_device: Mapping[str, str], min_gpus: int, max_gpus: int) -> dict[str, FileLock]:
     """Lock the first free GPUs, at most `max_gpus`, and return the locks by entry of `CUDA_VISIBLE_DEVICES`. Return an
     empty dict, without any lock, if fewer than `min_gpus` GPUs are free."""
     gpu_locks: dict[str, FileLock] = {}

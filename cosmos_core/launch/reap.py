@@ -13,7 +13,7 @@ from uuid import UUID
 
 from cosmos_core.launch import worker
 from cosmos_core.launch.processes import MAX_HEARTBEAT_AGE_SECONDS, remove_orphans
-from cosmos_core.run.directory import PIPELINE_FILE, flow_runs_folder
+from cosmos_core.run.directory import PIPELINE_FILE, get_flow_runs_folder
 from cosmos_core.run.liveness import is_flow_running, read_holder
 from cosmos_core.run.lock import FileLock
 from cosmos_core.run.process import is_alive
@@ -86,7 +86,7 @@ def _correct_flow_run_states(output_dir: Path, abandoned_run_ids: set[str]) -> I
 
     state_classes: dict[str, Any] = {"CANCELLING": Cancelled, "RUNNING": Crashed}
     with get_client(sync_client=True) as prefect_client:
-        for record_file in sorted(flow_runs_folder(output_dir).glob("*")):
+        for record_file in sorted(get_flow_runs_folder(output_dir).glob("*")):
             try:
                 run_id = record_file.read_text(encoding="utf-8")
                 flow_run = prefect_client.read_flow_run(UUID(record_file.name))
@@ -113,7 +113,7 @@ def _stop_flow_process(run_path: Path, flow_run_name: str) -> Iterator[str]:
 
 def _find_newest_flow_run(output_dir: Path, run_id: str) -> UUID | None:
     flow_run_files = [
-        file for file in flow_runs_folder(output_dir).glob("*") if file.read_text(encoding="utf-8") == run_id
+        file for file in get_flow_runs_folder(output_dir).glob("*") if file.read_text(encoding="utf-8") == run_id
     ]
     newest_flow_run_file = max(flow_run_files, key=lambda file: file.stat().st_mtime, default=None)
     with suppress(ValueError):

@@ -77,9 +77,11 @@ def _list_completion_files(stage_path: Path) -> list[Path]:
 
 
 def _read_completions(stage_path: Path, step: int | None) -> list[dict[str, Any]]:
-    files = _list_completion_files(stage_path)
-    if step is not None and len(files) > 1:
-        files = [file for file in files if file.stem == f"step_{step:06d}"]
-    lines = [line for line in parse_json_objects(FileTail(files[-1]).read_lines()) if has_step(line)] if files else []
+    completion_files = _list_completion_files(stage_path)
+    if step is not None and len(completion_files) > 1:
+        completion_files = [file for file in completion_files if file.stem == f"step_{step:06d}"]
+    if not completion_files:
+        return []
+    lines = [line for line in parse_json_objects(FileTail(completion_files[-1]).read_lines()) if has_step(line)]
     selected_step = max((line["step"] for line in lines), default=0) if step is None else step
     return [line for line in lines if line["step"] == selected_step]

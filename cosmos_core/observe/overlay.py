@@ -40,8 +40,12 @@ def _list_changed_settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
         stage_settings = [run_settings.get(name, {}) for run_settings in settings_by_run]
         setting_keys = dict.fromkeys(key for stage in stage_settings for key in stage)
         setting_values = {key: [stage.get(key) for stage in stage_settings] for key in setting_keys}
-        changes = {key: values for key, values in setting_values.items() if any(each != values[0] for each in values)}
-        changes_by_stage[name] = [(key, *(format_setting(key, v) for v in values)) for key, values in changes.items()]
+        changed_values = {
+            key: values for key, values in setting_values.items() if any(each != values[0] for each in values)
+        }
+        changes_by_stage[name] = [
+            (key, *(format_setting(key, v) for v in values)) for key, values in changed_values.items()
+        ]
     changed_setting_rows = group_changes_by_stage(changes_by_stage)
     return [(f"{name}.{row[0]}" if name else row[0], *row[1:]) for name, row in changed_setting_rows]
 

@@ -113,8 +113,8 @@ def _collect_panels(metric_lines: Sequence[dict[str, Any]], panel_names: Sequenc
             panel_name = name if (name := get_metric_family(key)) in panels else metric_prefix + separator
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if panel_name in panels and key not in _REWARD_STATISTICS and is_number:
-                steps, plotted_values = panels[panel_name].setdefault(key, ([], []))
-                steps.append(float(step))
+                plotted_steps, plotted_values = panels[panel_name].setdefault(key, ([], []))
+                plotted_steps.append(float(step))
                 plotted_values.append(_to_plot_value(value))
     for series in panels.values():
         for key in [key for key, (_, plotted_values) in series.items() if not any(map(math.isfinite, plotted_values))]:

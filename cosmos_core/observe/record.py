@@ -254,8 +254,8 @@ class RunRecord:
         stage has this status, `running`, `waiting`, `declined`, or the value of `derive_inactive_run_outcome`."""
         # A report stage shows the outcome, so its own status must not affect the outcome.
         stage_statuses = {stage.status for stage in self.stages if stage.kind.makes != "page"}
-        has_completed = liveness.has_flow_completed(self.path) and not stage_statuses & ACTIVE_STATES
-        if (has_completed or stage_statuses <= FINISHED_STATES) and self.stages:
+        has_flow_completed = liveness.has_flow_completed(self.path) and not stage_statuses & ACTIVE_STATES
+        if (has_flow_completed or stage_statuses <= FINISHED_STATES) and self.stages:
             return liveness.derive_flow_outcome(self.path)
         if failures := [each for each in ("failed", "refused", "stopped", "died") if each in stage_statuses]:
             return failures[0]

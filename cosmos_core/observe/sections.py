@@ -65,8 +65,11 @@ def make_validation_metrics_table(run: RunRecord) -> tuple[list[str], list[dict[
         metric_values = [metrics.get(key) for _, metrics in metric_columns]
         metric_numbers = [formatting.float_or_inf(value) for value in metric_values if isinstance(value, int | float)]
         delta = metric_numbers[-1] - metric_numbers[0] if len(metric_numbers) > 1 else None
-        cells = {"change": "" if delta is None else f"{delta:+.3f}", "verdict": formatting.judge_change(key, delta)}
-        rows.append({"name": key.removeprefix("validation/"), "values": metric_values, **cells})
+        change_cells = {
+            "change": "" if delta is None else f"{delta:+.3f}",
+            "verdict": formatting.judge_change(key, delta),
+        }
+        rows.append({"name": key.removeprefix("validation/"), "values": metric_values, **change_cells})
     return [name for name, _ in metric_columns], rows
 
 
@@ -245,10 +248,13 @@ def read_slowest_operators(stage: StageRecord) -> list[ProfiledOperator]:
 def load_completion_media(sample: LoggedSample) -> list[dict[str, Any]]:
     """Return the images and videos of a logged completion for the report, each with its reward."""
     media_entries = []
-    captions = [formatting.format_number(value) if value is not None else "no valid reward" for value in sample.rewards]
+    reward_captions = [
+        formatting.format_number(value) if value is not None else "no valid reward" for value in sample.rewards
+    ]
     for index, name in enumerate(sample.media[:_MAX_SHOWN_SAMPLES]):
         media_path = Path(sample.folder) / name
-        data_uri, caption = gallery.encode_media_file(media_path), captions[index] if index < len(captions) else ""
+        data_uri = gallery.encode_media_file(media_path)
+        caption = reward_captions[index] if index < len(reward_captions) else ""
         is_video = bool(data_uri) and media_path.suffix == gallery.VIDEO_SUFFIX
         media_entries.append({"path": name, "uri": data_uri, "is_video": is_video, "caption": caption})
     return media_entries
@@ -330,13 +336,14 @@ def make_sweep_tables(run: RunRecord) -> list[dict[str, Any]]:
         input_metrics = read_input_metrics(stage.path) if stage.result else {}
         for sweep_branch in sweep.branches:
             branch_stages = [stage_by_name[name] for name in sweep_branch.stages if name in stage_by_name]
-            all_metrics = [input_metrics.get(branch_stage.name, branch_stage.metrics) for branch_stage in branch_stages]
-            value = {key: value for metrics in all_metrics for key, value in metrics.items()}.get(sweep.metric)
-            stage_seconds = [branch_stage.seconds for branch_stage in branch_stages if branch_stage.seconds]
-            states = sorted((branch_stage.status for branch_stage in branch_stages), key=_STATUSES_BY_URGENCY.index)
+            branch_metrics = [input_metrics.get(each.name, each.metrics) for each in branch_stages]
+            value = {key: value for metrics in branch_metrics for key, value in metrics.items()}.get(sweep.metric)
+            stage_seconds = [each.seconds for each in branch_stages if each.seconds]
+            branch_statuses = sorted((each.status for each in branch_stages), key=_STATUSES_BY_URGENCY.index)
             rows.append({
                 "name": sweep_branch.stages[0], "settings": tuple(sweep_branch.settings.get(key) for key in keys),
-                "state": states[0] if states else "waiting", "seconds": sum(stage_seconds) if stage_seconds else None,
+                "state": branch_statuses[0] if branch_statuses else "waiting",
+                "seconds": sum(stage_seconds) if stage_seconds else None,
                 "value": formatting.float_or_inf(value) if isinstance(value, int | float) else None,
                 "is_chosen": stage.info.get("chosen") in sweep_branch.stages,
             })  # fmt: skip

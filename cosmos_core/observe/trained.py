@@ -161,8 +161,10 @@ def _list_rewards(settings: dict[str, Any]) -> list[str]:
         if key.startswith(reward_key_prefix)
     }
     dataset_tables = settings.get(f"{policy_key_prefix}datasets") or [{}]
-    weights_by_dataset = [dataset.get("reward_function") or default_reward_weights for dataset in dataset_tables]
-    return list(dict.fromkeys(f"{name} x {weight:g}" for each in weights_by_dataset for name, weight in each.items()))
+    reward_weights_by_dataset = [dataset.get("reward_function") or default_reward_weights for dataset in dataset_tables]
+    return list(
+        dict.fromkeys(f"{name} x {weight:g}" for each in reward_weights_by_dataset for name, weight in each.items())
+    )
 
 
 def _decode_sample_row(data_folder: Path, model_folders: Iterable[str | Path]) -> list[tuple[str, bool]]:

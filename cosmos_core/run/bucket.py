@@ -54,11 +54,13 @@ class StoredObject:
     """Time at which the object was written, in seconds since 1970 by the clock of the S3 store."""
 
 
-def thread_map(function: Callable[..., T], all_args: Iterable[tuple[Any, ...]], num_threads: int, name: str) -> list[T]:
-    """Call a function in threads, once per tuple of arguments in `all_args`; return the results in the same order. An
-    error cancels the calls that have not started."""
+def thread_map(
+    function: Callable[..., T], argument_tuples: Iterable[tuple[Any, ...]], num_threads: int, name: str
+) -> list[T]:
+    """Call a function in threads, once per tuple of arguments in `argument_tuples`; return the results in the same
+    order. An error cancels the calls that have not started."""
     with ThreadPoolExecutor(num_threads, name) as pool:
-        futures = [pool.submit(function, *arguments) for arguments in all_args]
+        futures = [pool.submit(function, *arguments) for arguments in argument_tuples]
         try:
             return [future.result() for future in futures]
         finally:

@@ -213,14 +213,14 @@ def open_run(path: Path, stage_kinds: StageKinds) -> Run:
     return run
 
 
-def flow_runs_folder(output_dir: Path) -> Path:
+def get_flow_runs_folder(output_dir: Path) -> Path:
     """Return the folder with one file per flow run; the file contains the id of the run that the flow run works on."""
     return output_dir / SHARED_FOLDER / "flow_runs"
 
 
 def record_flow_run(run: Run, flow_run_id: str) -> None:
     """Save the id of a run in a file named after the flow run that works on it, so that each leads to the other."""
-    flow_runs_path = flow_runs_folder(run.output_dir)
+    flow_runs_path = get_flow_runs_folder(run.output_dir)
     flow_runs_path.mkdir(parents=True, exist_ok=True)
     write_text(flow_runs_path / flow_run_id, run.id)
 

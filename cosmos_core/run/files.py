@@ -34,8 +34,10 @@ def make_disk_full_error(error: BaseException | None, path: Path) -> DiskFull | 
         error = error.__cause__ or error.__context__
     if error is None:
         return None
-    problem, remedy = ("read-only", "make it writable") if error.errno == errno.EROFS else ("disk full", "free space")
-    return DiskFull(f"{problem}: {error.strerror}: {error.filename or path}; {remedy} and resume")
+    disk_problem, remedy = (
+        ("read-only", "make it writable") if error.errno == errno.EROFS else ("disk full", "free space")
+    )
+    return DiskFull(f"{disk_problem}: {error.strerror}: {error.filename or path}; {remedy} and resume")
 
 
 def find_disk_error(folder: Path) -> DiskFull | None:
@@ -192,12 +194,12 @@ def replace_folder(target_folder: Path) -> Iterator[Path]:
     """Yield a new empty folder that replaces `target_folder` when the `with` block ends without an error. A reader sees
     the old folder, for an instant no folder, then the new folder, but never a mixture of both."""
     target_folder.parent.mkdir(parents=True, exist_ok=True)
-    new_folder = target_folder.with_name(f".{target_folder.name}.{os.getpid()}.tmp")
+    temporary_folder = target_folder.with_name(f".{target_folder.name}.{os.getpid()}.tmp")
     _remove_stale_folders(target_folder)
-    new_folder.mkdir()
+    temporary_folder.mkdir()
     try:
-        yield new_folder
-        for folder, _, file_names in os.walk(new_folder):
+        yield temporary_folder
+        for folder, _, file_names in os.walk(temporary_folder):
             for file_name in file_names:
                 # The file is opened for reading, because a copy of a read-only file is not writable.
                 with open(os.path.join(folder, file_name), "rb") as file:
@@ -207,7 +209,7 @@ def replace_folder(target_folder: Path) -> Iterator[Path]:
         if has_old_folder := target_folder.exists():
             os.rename(target_folder, replaced_folder)
         try:
-            os.rename(new_folder, target_folder)
+            os.rename(temporary_folder, target_folder)
         except OSError:
             if has_old_folder:
                 os.rename(replaced_folder, target_folder)
@@ -215,7 +217,7 @@ def replace_folder(target_folder: Path) -> Iterator[Path]:
         sync_folder(target_folder.parent)
         shutil.rmtree(replaced_folder, ignore_errors=True)
     except BaseException:
-        shutil.rmtree(new_folder, ignore_errors=True)
+        shutil.rmtree(temporary_folder, ignore_errors=True)
         raise
 
 
@@ -235,12 +237,14 @@ def list_files_below(root: Path) -> list[Path]:
     files: list[Path] = []
     ancestors_by_folder: dict[str, tuple[Path, ...]] = {}
     for folder, subfolders, names in os.walk(root, followlinks=True):
-        real_ancestors = (*ancestors_by_folder.pop(folder, ()), Path(folder).resolve())
-        targets = {name: Path(folder, name).resolve() for name in subfolders}
+        resolved_ancestors = (*ancestors_by_folder.pop(folder, ()), Path(folder).resolve())
+        resolved_subfolders = {name: Path(folder, name).resolve() for name in subfolders}
         subfolders[:] = [
-            name for name, target in targets.items() if not any(each.is_relative_to(target) for each in real_ancestors)
+            name
+            for name, target in resolved_subfolders.items()
+            if not any(each.is_relative_to(target) for each in resolved_ancestors)
         ]
-        ancestors_by_folder.update((os.path.join(folder, name), real_ancestors) for name in subfolders)
+        ancestors_by_folder.update((os.path.join(folder, name), resolved_ancestors) for name in subfolders)
         files += (path for name in names if (path := Path(folder, name)).is_file())
     return sorted(path for path in files if not any(map(_is_temporary_name, path.relative_to(root).parts)))
 

@@ -72,11 +72,11 @@ class Fingerprint:
         changes = []
         for key in sorted({*old_ingredients, *new_ingredients}):
             is_input_digest = key.partition(".")[0] in _INPUT_ROLES and not is_key_within(key, ("entry.arguments",))
-            old_value, new_value = old_ingredients.get(key), new_ingredients.get(key)
-            if old_value == new_value or (can_compare_inputs and is_input_digest):
+            old_ingredient, new_ingredient = old_ingredients.get(key), new_ingredients.get(key)
+            if old_ingredient == new_ingredient or (can_compare_inputs and is_input_digest):
                 continue
             is_stage_result = key.startswith("inputs.")
-            shortened_values = (_shorten_value(mask_settings(value, key)) for value in (old_value, new_value))
+            shortened_values = (_shorten_value(mask_settings(value, key)) for value in (old_ingredient, new_ingredient))
             change_text = f"{key.removeprefix('config.')} {' -> '.join(shortened_values)}"
             changes.append(f"result of stage {key.removeprefix('inputs.')} changed" if is_stage_result else change_text)
         if can_compare_inputs:

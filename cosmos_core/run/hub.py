@@ -104,11 +104,11 @@ def _make_unknown_commit_error(repository: Repository, failure_reason: str) -> C
     )
 
 
-def replace_setting(settings: Any, dotted_key: str, new_value: Any) -> Any:
+def replace_setting(settings: Any, dotted_key: str, new_setting: Any) -> Any:
     """Return a copy of nested settings with a new value at a dotted key, in which numbers are indices of lists."""
     field_name, _, subkey = dotted_key.partition(".")
     if isinstance(settings, tuple):
         i = int(field_name)
-        return (*settings[:i], replace_setting(settings[i], subkey, new_value), *settings[i + 1 :])
-    field_value = replace_setting(getattr(settings, field_name), subkey, new_value) if subkey else new_value
+        return (*settings[:i], replace_setting(settings[i], subkey, new_setting), *settings[i + 1 :])
+    field_value = replace_setting(getattr(settings, field_name), subkey, new_setting) if subkey else new_setting
     return settings.model_copy(update={field_name: field_value})

@@ -145,9 +145,9 @@ def find_model_origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
     model_input = next((stage_input for stage_input in pipeline.inputs(stage) if stage_input.role == "model"), None)
     if model_input is None:
         return {"made_by": stage.entry, "data": list(dataset_names)}
-    has_revision = model_input.revision and model_input.location_type != "folder"
+    has_model_revision = model_input.revision and model_input.location_type != "folder"
     model_origin = {"base_model": model_input.location, "data": list(dataset_names)}
-    return model_origin | ({"revision": model_input.revision} if has_revision else {})
+    return model_origin | ({"revision": model_input.revision} if has_model_revision else {})
 
 
 def strip_local_path(name: str) -> str:

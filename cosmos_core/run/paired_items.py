@@ -124,9 +124,9 @@ def _read_item_values(metric: str, items_file: Path) -> dict[tuple[int, str], fl
     import pyarrow.parquet as pq
 
     # Try each slash as the separator, because the name of a task or of a metric may itself contain slashes.
-    metric_parts, columns = item_metric.split("/"), pq.read_schema(items_file).names
+    metric_parts, column_names = item_metric.split("/"), pq.read_schema(items_file).names
     task_metric_pairs = [("/".join(metric_parts[:i]), "/".join(metric_parts[i:])) for i in range(1, len(metric_parts))]
-    task_name, metric_column = next((each for each in task_metric_pairs if each[1] in columns), ("", ""))
+    task_name, metric_column = next((each for each in task_metric_pairs if each[1] in column_names), ("", ""))
     if not task_name:
         return {}
     item_rows: Sequence[dict[str, Any]] = pq.read_table(

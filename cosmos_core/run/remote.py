@@ -65,11 +65,15 @@ def download_inputs(
     error. Raises `DataError` if the content has changed since it was pinned or the store is not reachable, and
     `ConfigError` if the store refuses the credentials."""
     recipe = pipeline.recipes[stage.name]
-    urls = {stage_input.location for stage_input in pipeline.inputs(stage) if stage_input.location_type == "store"}
-    if not urls:
+    input_urls = {
+        stage_input.location for stage_input in pipeline.inputs(stage) if stage_input.location_type == "store"
+    }
+    if not input_urls:
         return stage, recipe
     downloads_folder = output_dir.expanduser().absolute() / SHARED_FOLDER / DOWNLOADS_FOLDER
-    local_path_by_url = {url: str(download_pinned_url(url, downloads_folder, on_file_start)) for url in sorted(urls)}
+    local_path_by_url = {
+        url: str(download_pinned_url(url, downloads_folder, on_file_start)) for url in sorted(input_urls)
+    }
 
     def to_local_path(reference_kind: ReferenceKind, reference: str) -> str:
         return local_path_by_url.get(reference, reference)

@@ -24,10 +24,11 @@ def _write_request_files(run: Run, stage_names: list[str], request_file: str, re
     started_stage_names = [name for name in stage_names if (run.stage_path(name) / "stage.toml").is_file()]
     if not started_stage_names:
         raise ConfigError(f"run {run.id}: {', '.join(stage_names)} has not begun; try again when it has")
-    states = {name: read_state(run.stage_path(name)).state for name in started_stage_names}
-    unfinished_stage_names = [name for name, state in states.items() if state not in FINISHED_STATES]
+    state_by_stage = {name: read_state(run.stage_path(name)).state for name in started_stage_names}
+    unfinished_stage_names = [name for name, state in state_by_stage.items() if state not in FINISHED_STATES]
     if not unfinished_stage_names:
-        raise ConfigError(f"run {run.id}: {', '.join(states)} has ended; only a training that runs can be changed")
+        stages_text = ", ".join(started_stage_names)
+        raise ConfigError(f"run {run.id}: {stages_text} has ended; only a training that runs can be changed")
     for name in unfinished_stage_names:
         write_json(run.stage_path(name) / request_file, request_content)
     return unfinished_stage_names

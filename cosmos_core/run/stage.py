@@ -113,12 +113,12 @@ def load_stage(path: Path) -> Stage:
         stage_table = tomllib.loads((path / _STAGE_FILE).read_text(encoding="utf-8"))
         for name, result in stage_table.get("inputs", {}).items():
             # Use the folder beside this stage: the recorded path is outdated if the run was moved or copied.
-            if not (new_folder := path.parent / name).is_dir():
+            if not (sibling_folder := path.parent / name).is_dir():
                 continue
-            old_folder, result["path"] = f"{result['path']}/", str(new_folder)
+            saved_folder_prefix, result["path"] = f"{result['path']}/", str(sibling_folder)
             for key in ("model", "data"):
-                if stage_table.get(key, "").startswith(old_folder):
-                    stage_table[key] = str(new_folder / stage_table[key].removeprefix(old_folder))
+                if stage_table.get(key, "").startswith(saved_folder_prefix):
+                    stage_table[key] = str(sibling_folder / stage_table[key].removeprefix(saved_folder_prefix))
         return Stage(
             path=path,
             config=StageConfig.model_validate(stage_table["stage"]),
@@ -146,12 +146,15 @@ def mask_stage_secrets(stage: Stage) -> None:
 def find_source_stage(path: Path) -> Path:
     """Return the directory of the stage that made a result, with its settings and checkpoints: the stage at `path`, or
     a stage of another run from which the result was reused. Return `path` if that run is gone."""
-    folders = [path]
-    while (result := read_result(folders[-1])) and (source_path := Path(result["reused_from"] or path)) not in folders:
+    source_folders = [path]
+    while result := read_result(source_folders[-1]):
+        source_path = Path(result["reused_from"] or path)
+        if source_path in source_folders:
+            break
         if (read_result(source_path) or {}).get("digest") != result["digest"]:
             break  # the other run has replaced the result that was reused
-        folders.append(source_path)
-    return next((each for each in reversed(folders) if (each / _STAGE_FILE).is_file()), path)
+        source_folders.append(source_path)
+    return next((each for each in reversed(source_folders) if (each / _STAGE_FILE).is_file()), path)
 
 
 def read_input_metrics(path: Path) -> dict[str, dict[str, Any]]:

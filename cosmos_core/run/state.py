@@ -131,18 +131,18 @@ def record_failure(stage_path: Path, error: CosmosError) -> None:
     """Record the error that ended an attempt, with masked secrets. Count attempts that failed without progress; an
     attempt that was preempted does not count."""
     mask_error_message(error)
-    state, is_preempted = read_state(stage_path), isinstance(error, Preempted)
+    state, is_preemption = read_state(stage_path), isinstance(error, Preempted)
     has_progressed = (state.checkpoint_step or 0) > (state.failed_at or 0)
-    num_consecutive_failures = state.failures if is_preempted else 1 if has_progressed else state.failures + 1
+    num_consecutive_failures = state.failures if is_preemption else 1 if has_progressed else state.failures + 1
     comparable_message = _RANK_OR_ADDRESS_PATTERN.sub("", str(error))
     failure_message = f"step {state.step}: {comparable_message}" if isinstance(error, ProgramError) else ""
-    is_repeated = bool(failure_message) and failure_message == state.failed_with
-    if is_repeated:
+    repeats_failure = bool(failure_message) and failure_message == state.failed_with
+    if repeats_failure:
         logger.warning("stage %s: the same error at the same step twice; it is not tried again", stage_path.name)
     with warn_if_disk_full(f"the failure of stage {stage_path.name}"):
         update_state(
-            stage_path, state="stopped" if is_preempted else "failed", failures=num_consecutive_failures,
-            failed_at=state.checkpoint_step, failed_with=failure_message, is_repeated=is_repeated, error=str(error),
+            stage_path, state="stopped" if is_preemption else "failed", failures=num_consecutive_failures,
+            failed_at=state.checkpoint_step, failed_with=failure_message, is_repeated=repeats_failure, error=str(error),
             error_type=type(error).__name__, exit_code=error.exit_code, ended=time.time(),
         )  # fmt: skip
-        record_event(stage_path, "preempted" if is_preempted else "crashed", str(error))
+        record_event(stage_path, "preempted" if is_preemption else "crashed", str(error))

@@ -116,8 +116,8 @@ def _convert_target_error(stage_location: str, target_setting: str, error: Excep
         if not is_import_path(split_publication_target(target_setting)[0]):
             return error
         error_text = f"{type(error).__name__}: {error} ({find_error_location(error)})"
-    is_retryable = type(error) is UploadError if isinstance(error, CosmosError) else is_transient(error)
-    error_class = UploadError if is_retryable else ConfigError
+    is_error_retryable = type(error) is UploadError if isinstance(error, CosmosError) else is_transient(error)
+    error_class = UploadError if is_error_retryable else ConfigError
     return error_class(f"{stage_location}: {setting_text}{error_text.removeprefix(setting_text)}")
 
 

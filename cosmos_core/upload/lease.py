@@ -60,8 +60,8 @@ class Lease:
                 holder, etag = self._read_lease()
                 if etag != observed_etag:
                     observed_etag, last_change_time = etag, time.monotonic()
-                has_expired = time.monotonic() - last_change_time > EXPIRY_SECONDS
-                is_lease_free = holder is None or self._has_died(holder) or has_expired
+                has_lease_expired = time.monotonic() - last_change_time > EXPIRY_SECONDS
+                is_lease_free = holder is None or self._has_died(holder) or has_lease_expired
                 if is_lease_free and self._replace_lease(etag):
                     break
                 had_to_wait = True

@@ -155,11 +155,11 @@ class MlflowTarget:
         """Move the alias `published`, then save the history of published versions. A rollback saves the history first:
         if only the alias were moved before an interruption, the rollback would look like a publication, and a second
         rollback would undo the first."""
-        steps = [
+        alias_steps = [
             partial(self.client.set_registered_model_alias, self.name, PUBLISHED_ALIAS, model_version.version),
             partial(self.client.set_registered_model_tag, self.name, _PUBLISHED_VERSIONS_TAG, json.dumps(history)),
         ]
-        for step in reversed(steps) if is_rollback else steps:
+        for step in reversed(alias_steps) if is_rollback else alias_steps:
             step()
 
     def _list_artifact_sizes(self, run_id: str, artifact_path: str | None = None) -> dict[str, int]:

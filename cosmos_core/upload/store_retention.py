@@ -80,9 +80,11 @@ class StoreRetention:
             for result_folder in result_folders:
                 if result_folder.name in needed_fingerprints or result_folder.age_seconds < self._min_age_seconds:
                     result_folder.reason_to_keep = "a run that stays has it, or it is not old enough"
-            folders = [*self.runs, *result_folders]
-            unreferenced_objects = self._find_unreferenced_objects([each for each in folders if each.reason_to_keep])
-            self._removable_folders = [each for each in folders if not each.reason_to_keep]
+            stored_folders = [*self.runs, *result_folders]
+            unreferenced_objects = self._find_unreferenced_objects(
+                [each for each in stored_folders if each.reason_to_keep]
+            )
+            self._removable_folders = [each for each in stored_folders if not each.reason_to_keep]
             self.removable_bytes = sum(each.size for each in self._removable_folders)
             self.removable_bytes += sum(each.size for each in unreferenced_objects)
             """Number of bytes that `remove` would free."""

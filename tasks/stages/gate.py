@@ -105,14 +105,16 @@ def _select_stage_metrics(published_record: dict[str, Any], condition: MetricCon
 
 
 def _test_item_differences(
-    condition: MetricCondition, differences: PairedDifferences, confidence: float
+    condition: MetricCondition, paired_differences: PairedDifferences, confidence: float
 ) -> dict[str, JsonValue]:
     """Test a condition of a gate on the differences between the new and the published model for each item of a
     benchmark. Return as `passed` whether the condition holds, and as `paired` statistics for the report of the gate."""
-    sign = 1 if condition.operator.startswith(">") else -1
-    signed_items = replace(differences, item_differences=tuple(sign * each for each in differences.item_differences))
-    p_value, statistics = signed_items.p_value(sign * condition.published_offset), differences.summarize(confidence)
-    measured_improvement = (differences.mean - condition.published_offset) * sign
+    improvement_sign = 1 if condition.operator.startswith(">") else -1
+    item_differences = tuple(improvement_sign * each for each in paired_differences.item_differences)
+    signed_differences = replace(paired_differences, item_differences=item_differences)
+    p_value = signed_differences.p_value(improvement_sign * condition.published_offset)
+    statistics = paired_differences.summarize(confidence)
+    measured_improvement = (paired_differences.mean - condition.published_offset) * improvement_sign
     num_needed_items = compute_sample_size(statistics["items"], statistics["detectable"], measured_improvement)
     return {
         "passed": p_value <= 1 - confidence,
@@ -125,9 +127,9 @@ def _add_corrected_p_values(verdicts: list[dict[str, Any]]) -> None:
     report uses them to show which benchmarks differ; the gate does not, because every benchmark has to pass."""
     paired_statistics = [verdict["paired"] for verdict in verdicts if "paired" in verdict]
     if len(paired_statistics) > 1:
-        corrected_p_values = correct_p_values([comparison["p_value"] for comparison in paired_statistics])
-        for comparison, corrected_p_value in zip(paired_statistics, corrected_p_values, strict=True):
-            comparison["p_holm"] = corrected_p_value
+        corrected_p_values = correct_p_values([item_comparison["p_value"] for item_comparison in paired_statistics])
+        for item_comparison, corrected_p_value in zip(paired_statistics, corrected_p_values, strict=True):
+            item_comparison["p_holm"] = corrected_p_value
 
 
 def _format_refusal(condition: MetricCondition, verdict: dict[str, Any]) -> str:

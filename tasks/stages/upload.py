@@ -108,16 +108,20 @@ def _find_superseded_version(
     """Return the address at which this stage has published the same weights before, if they are intact and another
     version has become the current one since; otherwise an empty string. So a resumed run undoes neither a rollback nor
     a newer publication, unless the stage is forced to run again."""
-    records = [read_json_object(each / PUBLICATION_FILE) for each in list_attempt_folders(stage.run_path, stage.name)]
-    weight_digests = _read_digests(record)
-    versions = {str(each["version"]) for each in records if "files" in each and _read_digests(each) == weight_digests}
+    attempt_folders, weight_digests = list_attempt_folders(stage.run_path, stage.name), _read_digests(record)
+    publication_records = [read_json_object(each / PUBLICATION_FILE) for each in attempt_folders]
+    published_versions = {
+        str(each["version"])
+        for each in publication_records
+        if "files" in each and _read_digests(each) == weight_digests
+    }
     # If the process was killed before it wrote the record, only the history of the target has the publication.
     is_later_attempt = read_state(stage.path).attempt > 1
     if is_later_attempt and hasattr(target, "history") and record["version"] in target.history():
-        versions.add(record["version"])
-    if current_record["version"] in versions or read_state(stage.path).forced:
+        published_versions.add(record["version"])
+    if current_record["version"] in published_versions or read_state(stage.path).forced:
         return ""
-    for version in sorted(versions):
+    for version in sorted(published_versions):
         if not target.damage(model_folder, version, {"files": weight_digests}):
             command = f"cosmos promote {shlex.quote(stage.config.target)} {version}"
             if not hasattr(target, "point_to"):

@@ -23,17 +23,21 @@ class MlflowSink:
     package = "mlflow-skinny"
 
     def __init__(self, stage: Stage, first_step: int) -> None:
-        self._client, (project, group, name, run_identifier) = open_client(), name_tracking_run(stage, "mlflow")
+        self._client, (project, group_name, name, run_identifier) = open_client(), name_tracking_run(stage, "mlflow")
         from mlflow.entities import Param
 
         run_tags = {"cosmos.run": stage.run_path.name, "cosmos.stage": stage.name, "cosmos.kind": stage.kind.name}
-        mlflow_run = get_or_create_run(self._client, project, run_identifier, name, {**run_tags, "cosmos.group": group})
+        mlflow_run = get_or_create_run(
+            self._client, project, run_identifier, name, {**run_tags, "cosmos.group": group_name}
+        )
         self._run_id = mlflow_run.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
         settings = flatten_tables(mask_settings(stage.recipe.model_dump(mode="json")))
         # Send only new parameters, because MLflow refuses to change the parameters of a resumed run.
-        texts = [(sanitize_metric_name(name), str(value)[:_MAX_VALUE_CHARACTERS]) for name, value in settings.items()]
-        params = [Param(name, text) for name, text in texts if name not in mlflow_run.data.params]
+        setting_texts = [
+            (sanitize_metric_name(name), str(value)[:_MAX_VALUE_CHARACTERS]) for name, value in settings.items()
+        ]
+        params = [Param(name, text) for name, text in setting_texts if name not in mlflow_run.data.params]
         for batch_start in range(0, len(params), _MAX_PARAMS_PER_REQUEST):
             self._client.log_batch(self._run_id, params=params[batch_start : batch_start + _MAX_PARAMS_PER_REQUEST])
         self.starting_step = int(mlflow_run.data.metrics.get(_NEWEST_STEP_METRIC, -1)) + 1
