@@ -137,9 +137,9 @@ class Dpo(Algorithm):
         num_pairs = max(1.0, len(samples) / 2)
 
         def loss(micro_batch: MicroBatch) -> Loss:
-            sorted_indices = sorted(micro_batch.indices)
-            assert sorted_indices == [j for i in sorted_indices if i % 2 == 0 for j in (i, i + 1)], "a pair was split"
-            rows_in_pair_order = sorted(range(len(sorted_indices)), key=lambda row: micro_batch.indices[row])
+            sample_indices = sorted(micro_batch.indices)
+            assert sample_indices == [j for i in sample_indices if i % 2 == 0 for j in (i, i + 1)], "a pair was split"
+            rows_in_pair_order = sorted(range(len(sample_indices)), key=lambda row: micro_batch.indices[row])
             logps_B = apply_mask(micro_batch.logprobs_BS, micro_batch.mask_BS).sum(-1, dtype=torch.float64)
             reference_logps_B = logps_B.new_tensor([sample.reference_logprob for sample in micro_batch.samples])
             logprobs_and_lengths = (logps_B, reference_logps_B, micro_batch.mask_BS.sum(-1).to(logps_B))

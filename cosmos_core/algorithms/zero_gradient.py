@@ -47,8 +47,8 @@ def drop_zero_gradient_samples(
             same_modality_indices = [i for i, sample in enumerate(samples) if bool(sample.images) == has_images]
             zero_gradient_indices = [i for i in same_modality_indices if i not in kept_sample_indices]
             num_added_back = max(0, MIN_COMPARED_COMPLETIONS - len(same_modality_indices) + len(zero_gradient_indices))
-            stride_of_added_back = max(1, len(zero_gradient_indices) // max(1, num_added_back))
-            kept_sample_indices.update(zero_gradient_indices[::stride_of_added_back][:num_added_back])
+            index_stride = max(1, len(zero_gradient_indices) // max(1, num_added_back))
+            kept_sample_indices.update(zero_gradient_indices[::index_stride][:num_added_back])
         batch_slices.append(slice(len(kept_samples), len(kept_samples) + len(kept_sample_indices)))
         kept_samples += [samples[i] for i in sorted(kept_sample_indices)]
     return kept_samples, batch_slices, {ZERO_GRADIENT_METRIC: float(num_zero_gradient_samples)}

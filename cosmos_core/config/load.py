@@ -301,7 +301,7 @@ def make_printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in _join_lines(text))
 
 
-def shorten_message(message: str) -> str:
+def shorten_message(full_message: str) -> str:
     """Return an error message on one line; the middle of a long message is omitted."""
-    line = make_printable(message)
+    line = make_printable(full_message)
     return line if len(line) <= MAX_MESSAGE_LENGTH else f"{line[: MAX_MESSAGE_LENGTH - 300]} ... {line[-295:]}"

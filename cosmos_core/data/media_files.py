@@ -211,17 +211,17 @@ def _check_tar_end(tar_path: Path, end_byte: int) -> None:
 
 def _make_item_from_members(path: Path, members_by_suffix: dict[str, tarfile.TarInfo], for_clips: bool) -> MediaItem:
     location = f"{path.name}:{next(iter(members_by_suffix.values())).name}"
-    contents = {
+    content_by_suffix = {
         f".{suffix}": MediaContent(f".{suffix}" in VIDEO_SUFFIXES, path, member.offset_data, member.size)
         for suffix, member in members_by_suffix.items()
     }
-    media_contents = [content for suffix, content in contents.items() if suffix in MEDIA_SUFFIXES]
+    media_contents = [content for suffix, content in content_by_suffix.items() if suffix in MEDIA_SUFFIXES]
     content = max(media_contents, key=lambda content: for_clips and content.is_video, default=None)
     try:
-        json_value = json.loads(contents[".json"].read()) if ".json" in contents else {}
-        caption_suffix = next((suffix for suffix in CAPTION_SUFFIXES if suffix in contents), None)
+        json_value = json.loads(content_by_suffix[".json"].read()) if ".json" in content_by_suffix else {}
+        caption_suffix = next((suffix for suffix in CAPTION_SUFFIXES if suffix in content_by_suffix), None)
         if caption_suffix is not None and isinstance(json_value, dict) and not has_prompt(json_value):
-            json_value["prompt"] = contents[caption_suffix].read().decode("utf-8-sig").strip()
+            json_value["prompt"] = content_by_suffix[caption_suffix].read().decode("utf-8-sig").strip()
     except (ValueError, RecursionError) as error:
         return make_error_item(location, first_line(error))
     return make_item(json_value, location, content, None)

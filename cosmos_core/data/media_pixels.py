@@ -56,8 +56,8 @@ class FrameSettings:
         """Return the height and width to which an image or clip of size `height` x `width` is scaled and cropped."""
         if not self.buckets:
             return self.size
-        log_ratio = math.log(height / width)
-        return min(list_bucket_sizes(self.size, self.multiple), key=lambda s: abs(math.log(s[0] / s[1]) - log_ratio))
+        log_aspect = math.log(height / width)
+        return min(list_bucket_sizes(self.size, self.multiple), key=lambda s: abs(math.log(s[0] / s[1]) - log_aspect))
 
 
 @lru_cache(maxsize=8)

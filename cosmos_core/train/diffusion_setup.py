@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.algorithms.base import Loss, Update
-from cosmos_core.algorithms.diffusion_sft import flow_loss
+from cosmos_core.algorithms.diffusion_sft import compute_flow_loss
 from cosmos_core.algorithms.flow_credit import make_noise
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.train import TrainConfig
@@ -92,7 +92,7 @@ def make_data_term(
         samples = make_noised_samples(step, prompt_ids, update_index)
 
         def compute_loss(micro_batch: MicroBatch) -> Loss:
-            sft_loss = flow_loss(micro_batch, len(samples))
+            sft_loss = compute_flow_loss(micro_batch, len(samples))
             metrics = {f"data/{name}": value for name, value in sft_loss.metrics.items()}
             return Loss(flow_rl_config.data_beta * sft_loss.value, metrics)
 

@@ -214,11 +214,11 @@ def _convert_user_code_error(error: Exception, recipe: Recipe) -> Exception:
 
 def _report_hardware(stage: Stage, properties_by_rank: Sequence[MachineProperties]) -> None:
     write_json(stage.path / "facts.json", list(map(asdict, properties_by_rank)))  # by rank, for the report
-    supported_precisions_text, train_config = "", stage.recipe.train
+    training_dtypes_text, train_config = "", stage.recipe.train
     if stage.kind.trains_model:
-        supported_precisions_text = f", {train_config.master_dtype} weights, computes in {train_config.param_dtype}"
+        training_dtypes_text = f", {train_config.master_dtype} weights, computes in {train_config.param_dtype}"
     machines_text = formatting.describe_machines(properties_by_rank)
-    logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, machines_text, supported_precisions_text)
+    logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, machines_text, training_dtypes_text)
 
 
 def _run_with_metrics(stage: Stage, stage_program: Callable[..., Outcome]) -> Outcome:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cosmos_core.algorithms.diffusion_sft import DiffusionSft, velocity_error
+from cosmos_core.algorithms.diffusion_sft import DiffusionSft, compute_velocity_error
 from cosmos_core.checkpoint import export
 from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -174,7 +174,7 @@ def test_given_frames_are_no_part_of_the_mean() -> None:
     predicted, target = torch.zeros(2, 1, 3, 2, 2), torch.ones(2, 1, 3, 2, 2)
     target[:, :, 0] = 5.0
     mask = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 1.0]])[:, None, :, None, None]
-    assert velocity_error(predicted, target, mask).tolist() == pytest.approx([9.0, 1.0])
+    assert compute_velocity_error(predicted, target, mask).tolist() == pytest.approx([9.0, 1.0])
 
 
 def test_guidance_of_a_micro_batch_is_the_rule_of_the_pipeline(inputs: Inputs, tmp_path: Path) -> None:
