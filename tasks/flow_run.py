@@ -207,7 +207,8 @@ class PythonFlowState:
                 # Remove also the calls whose stages depend on this call: the flow repeats them.
                 dependent_names = set[str]().union(*map(run.pipeline.stage_and_dependents, earlier_call.stages))
                 calls = {each: other for each, other in calls.items() if dependent_names.isdisjoint(other.stages)}
-                # Save the calls before the pipeline, so that no kill leaves a call whose stages have other settings.
+                # Save the flow's task calls before the pipeline. After a kill in between, no recorded call then has
+                # stages in the pipeline whose settings are not those of the call.
                 write_json(run.path / _CALLS_FILE, _RecordedCalls(calls=calls).model_dump())
             # Remove stages that no recorded task call of the flow made: the process was killed while it added them.
             recorded_stage_names = {each for other in calls.values() for each in other.stages}

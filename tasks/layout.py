@@ -50,10 +50,10 @@ def read_upstream_results(run: Run, stage: StageConfig) -> dict[str, Result]:
 
 
 def _find_exported_checkpoint(pipeline: Pipeline, reading_stage: StageConfig, name: str) -> str:
-    """Return the checkpoint of the training `name`, `best` or a step, from which the model of `reading_stage` descends;
-    empty for the final model or several checkpoints. If `reading_stage` has no model, as a gate, the models of the
-    uploads that depend on it are used. Without such uploads, as in a Python flow before its upload, the exports in
-    `after` are used, or else all exports."""
+    """Return which checkpoint of the training `name` was exported as the model of `reading_stage`, or as an ancestor of
+    this model: "best" or the number of a step. Return "" if the final model was exported, or several checkpoints. For a
+    stage without a model, such as a gate, use the models of the uploads that depend on it. A Python flow may have no
+    upload yet: then use the exports in the stage's `after`, or else all exports."""
     dependent_names = pipeline.stage_and_dependents(reading_stage.name)
     publishing_stages = [each for each in pipeline.stages if pipeline.stage_kind(each).makes == "publication"]
     dependent_uploads = [each for each in publishing_stages if each.name in dependent_names]

@@ -51,7 +51,8 @@ _MAX_SOCKET_FOLDER_BYTES = 40
 /tmp is used. The path of a socket has at most 107 bytes, of which Ray takes 65."""
 _MAX_RANK_RESTARTS = 3
 """Maximum number of times that `WorkerGroup.run` restarts all ranks after one of them has died or has requested it.
-Only a group with actors, which keep running meanwhile, restarts its ranks; otherwise the call fails."""
+Ranks are restarted only if the group also has Ray actors, such as rollout engines, which keep running meanwhile;
+otherwise the call fails."""
 _DEATH_REPORT_TIMEOUT_SECONDS = 10.0  # wait for Ray's report that a rank is dead, after another rank has failed
 
 

@@ -159,7 +159,8 @@ def load_pipeline(
     `ConfigError` if the configuration has an error; the message has one line and names the file and the key.
     """
     notices: list[str] = []
-    parsed_overrides = list(map(parse_override, overrides))  # first: of `--set KEY VALUE` the value is a file
+    # Parse overrides before files are read: `--set KEY VALUE` in place of `KEY=VALUE` makes VALUE the name of a file.
+    parsed_overrides = list(map(parse_override, overrides))
     root_tables, base_folders = read_config(path, notices, overriding_files)
     base_folders = [path.parent, *base_folders]
     return _compose_pipeline(path, root_tables, parsed_overrides, stage_kinds, notices, base_folders)

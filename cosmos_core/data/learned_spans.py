@@ -196,7 +196,7 @@ def _find_marked_spans(
     return [(start, end) for start, end in spans_by_conversation[0]]
 
 
-@lru_cache(maxsize=4)  # cached: every row needs the tokens, and listing them is slow
+@lru_cache(maxsize=4)  # cached, because it is called for every row and slow
 def list_added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return the special and added tokens of a tokenizer as they appear in text, such as <|im_end|>."""
     return tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})

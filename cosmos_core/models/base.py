@@ -173,10 +173,11 @@ class ModelAdapter(Protocol):
     def arrange_micro_batches(
         self, samples: Sequence[Any], sorted_indices: Sequence[int], max_rows: int, num_ranks: int
     ) -> list[list[int]] | None:
-        """Return micro-batches, as lists of indices in `samples` (the samples of the update), that need less
-        computation than micro-batches of `max_rows` samples of similar cost; None: the trainer forms such
-        micro-batches. `sorted_indices` are the indices of the samples to arrange, which have equal batching keys, in
-        the order of descending cost. The `num_ranks` data-parallel ranks get the micro-batches in turn."""
+        """Return micro-batches, as lists of indices in `samples` (the samples of the update), or None: the trainer then
+        forms its usual ones, each of `max_rows` samples of similar cost. Return a list only if its micro-batches need
+        less computation than the usual ones. `sorted_indices` are the indices of the samples to arrange, which have
+        equal batching keys, in the order of descending cost. The `num_ranks` data-parallel ranks get the micro-batches
+        in turn."""
         return None
 
     def collate(self, samples: Sequence[Any], indices: Sequence[int], padding_sample: Any) -> Any:

@@ -120,7 +120,7 @@ class EngineReplica:
                 self._engine_thread.start()
         engine_description = self._description_future.result()
 
-        def reset_session(engine: Engine) -> None:
+        def abort_generation(engine: Engine) -> None:
             if hasattr(engine, "abort"):
                 engine.abort()
                 self._num_groups_in_flight = 0
@@ -136,7 +136,7 @@ class EngineReplica:
             if self._weight_load.is_load_scheduled:
                 self._weight_load.put(StageFailed("weight sync: the trainer has gone"))
             self._weight_load = None
-        self._run_on_engine_thread(reset_session)
+        self._run_on_engine_thread(abort_generation)
         return engine_description
 
     def submit(self, session_id: str, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:

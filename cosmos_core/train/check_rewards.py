@@ -92,8 +92,8 @@ def _describe_missing_scores(reward: str, metric_name: str, scored_groups: Seque
 
 
 def read_checked_prompts(stage_folder: Path, data_folder: Path | None) -> dict[str, Any]:
-    """Return the first prompts of each split, by split name. They are read from the file in `stage_folder` that the
-    check of an earlier stage has written or, without this file, from the prepared rows in `data_folder`."""
+    """Return the first prompts of each split, by split name. They are read from a file in `stage_folder`, which
+    `cosmos check` wrote when it checked the stage that prepares the rows, or else from rows in `data_folder`."""
     if (prompts_file := stage_folder / CHECKED_PROMPTS_FILE).exists():
         prompts_by_split: dict[str, Any] = json.loads(prompts_file.read_text(encoding="utf-8"))
         return prompts_by_split

@@ -53,10 +53,10 @@ class RolloutConfig(Table):
     parallelism: RolloutParallelismConfig = RolloutParallelismConfig()
     """Settings of the number and the device meshes of the rollout engines."""
     backend: Annotated[NameOrImportPath, class_choices("cosmos_core.rollout", "Engine"), ReferenceKind.CODE] = "vllm"
-    """Engine that generates completions: `vllm`, also for Cosmos-RL's `trtllm` and `vllm_async`; `hf`, a sampling loop
-    on the trainer's modules, which also replaces a vLLM that cannot be imported, with a warning; `flow_sampler`, the
-    denoiser of the trainer, for every diffusion model and Cosmos-RL's `diffusion_nft_rollout`; or a user class
-    `path/file.py:Class`."""
+    """Engine that generates completions: `vllm`; `hf`, a sampling loop on the trainer's modules, which also replaces a
+    vLLM that cannot be imported, with a warning; `flow_sampler`, the denoiser of the trainer, for diffusion models; or
+    a user class `path/file.py:Class`. Of Cosmos-RL's values, `trtllm` and `vllm_async` mean `vllm`, and
+    `diffusion_nft_rollout` means `flow_sampler`."""
     mode: Literal["sync", "async"] = "sync"
     """Rule for the number of prompts that an engine in a separate process generates for at a time: `batch_size`, or
     with `async` `async_config.max_concurrent_requests`. An engine in the trainer's processes always has
