@@ -234,7 +234,8 @@ def test_a_sink_that_hangs_is_waited_for_so_long_and_no_longer(
         raise TimeoutError
 
     train(stage, 1, 5, wandb=hang, tensorboard=hang)
-    warnings = [record.getMessage() for record in caplog.records]
+    # A sink thread of the test before may log its error as late as now.
+    warnings = [said for record in caplog.records if "not done" in (said := record.getMessage())]
     released.set()
     assert steps_on_disk(stage) == [1, 2, 3, 4, 5]
     assert len(warnings) == 2 and "not done 0.1 s after the end" in warnings[0]
