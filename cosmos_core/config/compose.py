@@ -518,23 +518,42 @@ def _with_absolute_paths(
 def with_paths_of_other_folders(config_values: Any, config_folders: Sequence[Path], pipeline: Pipeline) -> Any:
     """Return `config_values`, the merged values of configuration files, with an absolute path in place of each relative
     path that exists neither in the current folder nor in the first of `config_folders`, but in a later one. Only paths
-    that the resolved `pipeline` of these files contains are replaced."""
+    that the resolved `pipeline` of these files has under the same key are replaced."""
     find_in_first_folders, find_in_all_folders = (
         partial(_convert_reference, partial(_absolute_path, folders), ReferenceKind.PATH)
         for folders in ((Path.cwd(), config_folders[0]), config_folders)
     )
-    resolved_config_text = repr(pipeline.as_toml())
+    resolved_texts = {(_recipe_keys(keys), text) for keys, text in _iterate_texts(pipeline.as_toml())}
 
-    def convert_paths(value: Any) -> Any:
+    def convert_paths(value: Any, keys: tuple[str, ...] = ()) -> Any:
         if isinstance(value, dict):
-            return {convert_paths(key): convert_paths(nested_value) for key, nested_value in value.items()}
+            return {convert_paths(key, keys): convert_paths(item, (*keys, key)) for key, item in value.items()}
         if isinstance(value, list):
-            return list(map(convert_paths, value))
+            return [convert_paths(item, keys) for item in value]
         if not isinstance(value, str) or find_in_first_folders(value) != value:
             return value
-        return path if repr(path := find_in_all_folders(value))[1:-1] in resolved_config_text else value
+        path = find_in_all_folders(value)
+        return path if (_recipe_keys(keys), path) in resolved_texts else value
 
     return convert_paths(config_values)
+
+
+def _recipe_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the keys that lead to a value of a recipe without those that lead to the recipe of a stage."""
+    return keys[3:] if keys[:3] == ("pipeline", "stages", "overrides") else keys
+
+
+def _iterate_texts(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield each string in nested tables and lists, the keys of tables included, after the keys that lead to it."""
+    if isinstance(value, dict):
+        for key, nested_value in value.items():
+            yield keys, key
+            yield from _iterate_texts(nested_value, (*keys, key))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _iterate_texts(item, keys)
+    elif isinstance(value, str):
+        yield keys, value
 
 
 def _absolute_path(base_folders: Sequence[Path], name: str) -> str:

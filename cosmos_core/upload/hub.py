@@ -262,7 +262,8 @@ def _find_owner_without_write_access(name: str, account: dict[str, Any], access_
     that the token may not write to repositories of this owner; otherwise an empty string."""
     owner = name.rpartition("/")[0] or str(account.get("name"))
     if (scopes := (access_token.get("fineGrained") or {}).get("scoped")) is not None:
-        writable_entities = [scope.get("entity") or {} for scope in scopes if "repo.write" in scope["permissions"]]
+        writable_scopes = [scope for scope in scopes if "repo.write" in scope.get("permissions", ())]
+        writable_entities = [scope.get("entity") or {} for scope in writable_scopes]
         if any(entity.get("type") not in {"user", "org"} for entity in writable_entities):
             return ""  # the token may write to single repositories, which the Hub names by id
     elif (organisations := account.get("orgs")) is not None:

@@ -193,8 +193,9 @@ def test_paths_of_an_extended_file_in_another_folder_are_found_from_the_converte
     workspace.write("shared/base.toml", f"[train.train_policy]\n{policy}")
     workspace.write("shared/rows.jsonl", "{}")
     workspace.write("shared/reward.py", "")
-    workspace.write("shared/epoch/file", "")  # the name of a key is no path
-    old = workspace.write("mine/old.toml", 'extends = "../shared/base.toml"\ntrain.epoch = 2\npipeline.name = "old"\n')
+    workspace.write("shared/epoch/file", "")  # the name of a key is no path, nor is that of a pipeline
+    changes = 'train.epoch = 2\npipeline.name = "rows.jsonl"\n'
+    old = workspace.write("mine/old.toml", f'extends = "../shared/base.toml"\n{changes}')
     new = workspace.write("mine/new.toml", workspace.cosmos("config", "convert", "mine/old.toml").stdout)
     assert loaded(new).as_toml() == loaded(old).as_toml()
     assert tomllib.loads(new.read_text())["train"]["epoch"] == 2
