@@ -9,7 +9,7 @@ from typing import Any
 
 from cosmos_core.algorithms.aggregate import compute_denominator
 from cosmos_core.algorithms.base import Algorithm, Loss, TrainerView, Update
-from cosmos_core.algorithms.registry import iterate_updates
+from cosmos_core.algorithms.registry import iterate_optimizer_updates
 from cosmos_core.algorithms.sft import sft_loss
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.base import MicroBatch
@@ -43,7 +43,7 @@ class DataTermAlgorithm(Algorithm):
         return self._algorithm.credit(groups)
 
     def updates(self, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
-        for update in iterate_updates(self._algorithm, samples, view):
+        for update in iterate_optimizer_updates(self._algorithm, samples, view):
             self._num_updates += 1
             yield replace(update, data=self._make_data_term(self._num_updates - 1))
 

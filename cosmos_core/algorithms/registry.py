@@ -62,7 +62,7 @@ def credit_groups(algorithm: Algorithm, groups: Sequence[ScoredGroup]) -> tuple[
     raise make_algorithm_error(algorithm.config, user_method, problem)
 
 
-def iterate_updates(algorithm: Algorithm, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
+def iterate_optimizer_updates(algorithm: Algorithm, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
     """Yield the optimizer steps that the algorithm's method `updates` makes of `samples`; raise ConfigError if a
     user-defined method yields anything but an `Update`."""
     updates: Any = algorithm.updates(samples, view)

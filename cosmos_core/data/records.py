@@ -191,8 +191,8 @@ def _check_pass_rate(row_spec: RecordSpec, row: Row, record: Record, location: s
             problem = f"{rate_source} are by the text of prompts without images"
             raise DataError(f"{location}: {problem}; use a column pass_rate")
     if key_of_pass_rate not in pass_rates_by_key:
-        keep_requirement = f"which dataset.keep = {row_spec.pass_rate_range!r} needs"
-        raise DataError(f"{location}: {rate_source} has no pass rate, {keep_requirement}")
+        pass_rate_requirement = f"which dataset.keep = {row_spec.pass_rate_range!r} needs"
+        raise DataError(f"{location}: {rate_source} has no pass rate, {pass_rate_requirement}")
     raw_pass_rate = pass_rates_by_key[key_of_pass_rate]
     try:
         # A blank pass rate and NaN are unknown, because CSV files and pandas store null so.

@@ -105,8 +105,9 @@ def _convert_tuples_to_lists(recipe_value: Any) -> Any:
 
 
 def _instantiate_user_object(user_object: Any, recipe: Recipe) -> Any:
-    """Return the data set or packer of imported user code: `user_object` itself, or the result of calling it. A
-    function is called with the recipe if it takes any argument, a class only if it has a required argument."""
+    """Return the data set or packer of imported user code. A function or class is called: a function with the recipe if
+    it takes any argument, a class with the recipe if it has a required argument. Other objects are returned as they
+    are."""
     is_user_class = inspect.isclass(user_object)
     if not callable(user_object) or (not is_user_class and hasattr(user_object, "__getitem__")):
         return user_object

@@ -119,9 +119,9 @@ def _find_output_path(input_reference: str, output_key: str, decision_by_stage: 
     stage has not run; return any other path unchanged."""
     if (stage_name := referenced_stage(input_reference)) is None:
         return input_reference
-    decision = decision_by_stage.get(stage_name)
-    output_subpath = decision.result["info"].get(output_key) if decision and decision.result else None
-    return str(decision.source / str(output_subpath)) if decision and decision.source and output_subpath else ""
+    upstream = decision_by_stage.get(stage_name)
+    output_subpath = upstream.result["info"].get(output_key) if upstream and upstream.result else None
+    return str(upstream.source / str(output_subpath)) if upstream and upstream.source and output_subpath else ""
 
 
 def _replace_dataset(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, StageDecision]) -> Recipe:

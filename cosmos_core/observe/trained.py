@@ -43,8 +43,8 @@ def list_training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tup
 
 
 def decode_sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]]]]:
-    """Return each training with its first row as segments of text, each with True if the loss includes the segment. Of
-    trainings that read the same rows, only the first is returned."""
+    """Return pairs of a stage that trains a model and its first training row. The row is a list of pairs: a segment of
+    text, and whether the loss includes the segment. Of stages that read the same rows, only the first is returned."""
     stage_entries = read_stage_entries(run.path)
     stages = {stage.name: stage for stage in run.stages}
     row_by_data_stage: dict[str, tuple[StageRecord, list[tuple[str, bool]]]] = {}

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from cosmos_core.algorithms.base import Algorithm
-from cosmos_core.algorithms.registry import iterate_updates
+from cosmos_core.algorithms.registry import iterate_optimizer_updates
 from cosmos_core.checkpoint.best import BestStep
 from cosmos_core.checkpoint.resume import load_checkpoint
 from cosmos_core.checkpoint.save import Checkpointer
@@ -197,7 +197,7 @@ class TrainLoop:
         start_time, compile_seconds_before = time.perf_counter(), self.workspace.progress.compile_seconds
         values_by_metric: defaultdict[str, list[float]] = defaultdict(list)
         num_trained_tokens = 0
-        for update in iterate_updates(self.algorithm, samples, self.trainer) if samples else ():
+        for update in iterate_optimizer_updates(self.algorithm, samples, self.trainer) if samples else ():
             for name, value in self.trainer.update(update).items():
                 values_by_metric[name].append(value)
             self._num_updates += 1

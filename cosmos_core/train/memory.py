@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from cosmos_core.algorithms.base import Algorithm
-from cosmos_core.algorithms.registry import iterate_updates
+from cosmos_core.algorithms.registry import iterate_optimizer_updates
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.train.trainer import Trainer
@@ -96,7 +96,7 @@ def trace_step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         byte_counter.assign_memory_use("gradients", _get_gradients(model))
-        for update in iterate_updates(algorithm, samples, trainer):
+        for update in iterate_optimizer_updates(algorithm, samples, trainer):
             trainer.update(update)
             byte_counter.assign_memory_use("gradients", _get_gradients(model))
         optimizer_state_values = [value for state in trainer.optimizer.state.values() for value in state.values()]

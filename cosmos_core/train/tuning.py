@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from cosmos_core.algorithms.base import Algorithm
-from cosmos_core.algorithms.registry import iterate_updates
+from cosmos_core.algorithms.registry import iterate_optimizer_updates
 from cosmos_core.checkpoint.state import capture_rng, restore_rng
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.machine_properties import count_usable_cores
@@ -97,8 +97,8 @@ class SettingsSearch:
         for settings in finalist_settings * _NUM_FINALIST_ROUNDS if len(finalist_settings) > 1 else ():
             if math.isfinite(self.seconds[settings]):
                 self._measure_if_affordable(settings)
-        max_final_seconds = _MIN_SPEEDUP * self.seconds.get(self._fastest_settings, math.inf)
-        candidates = [settings for settings, seconds in self.seconds.items() if seconds <= max_final_seconds]
+        max_candidate_seconds = _MIN_SPEEDUP * self.seconds.get(self._fastest_settings, math.inf)
+        candidates = [settings for settings, seconds in self.seconds.items() if seconds <= max_candidate_seconds]
         return min(
             candidates, key=lambda each: (each.rows_per_pass, self.seconds[each]), default=self._initial_settings
         )
@@ -302,7 +302,8 @@ class _Measurement:
         self._trainer.max_batch_tokens = 0
         start_time = time.perf_counter()
         try:
-            for update in islice(iterate_updates(self._algorithm, samples[: self.num_samples], self._trainer), 1):
+            updates = iterate_optimizer_updates(self._algorithm, samples[: self.num_samples], self._trainer)
+            for update in islice(updates, 1):
                 self._num_update_samples = len(update.samples)
                 self._trainer.compute_gradients(update)
             self._peak_memory.synchronize()

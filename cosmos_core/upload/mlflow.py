@@ -180,9 +180,9 @@ class MlflowTarget:
         search_filter, model_versions, page_token = f"name = '{self.name}'", [], None
         search_filter += f" and tags.`{tag_name}` = '{tag_value}'" if tag_name else ""
         while page_token != "":
-            version_page = self.client.search_model_versions(search_filter, max_results=200, page_token=page_token)
-            model_versions += version_page
-            page_token = version_page.token or ""
+            versions_of_page = self.client.search_model_versions(search_filter, max_results=200, page_token=page_token)
+            model_versions += versions_of_page
+            page_token = versions_of_page.token or ""
         return sorted(model_versions, key=lambda model_version: int(model_version.version))
 
     def _find_current_version(self) -> Any:

@@ -180,9 +180,9 @@ def _compute_noise_margin(
 def _find_measured_metrics(
     condition: MetricCondition, stage: Stage, published_metrics: dict[str, float] | None
 ) -> list[tuple[str, dict[str, float]]]:
-    """Return each metric that a condition matches: its name, and all metrics of the stage that reported it.
-    `STAGE.METRIC` selects one of several stages that report the same metric. In a comparison with the published model,
-    metrics that the published model does not have are left out."""
+    """Return the metrics that a condition matches, as pairs: the name of the metric, and all metrics of the stage that
+    reported it. `STAGE.METRIC` selects one of several stages that report the same metric. In a comparison with the
+    published model, metrics that the published model does not have are left out."""
     labelled_metrics: dict[str, tuple[str, dict[str, float]]] = {}
     for name, result in stage.inputs.items():
         for metric_name in result["metrics"]:

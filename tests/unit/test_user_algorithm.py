@@ -11,7 +11,7 @@ import torch
 
 from cosmos_core.algorithms.base import Loss, Update
 from cosmos_core.algorithms.data_term import DataTermAlgorithm
-from cosmos_core.algorithms.registry import algorithm_class, credit_groups, iterate_updates, make_algorithm
+from cosmos_core.algorithms.registry import algorithm_class, credit_groups, iterate_optimizer_updates, make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from tests.effects.change import GRPO, recipe
@@ -75,14 +75,14 @@ def test_updates_that_are_no_updates_are_refused(body: str, has_data_term: bool,
     if has_data_term:
         algorithm = DataTermAlgorithm(algorithm, lambda number: Update((), lambda batch: batch))
     with pytest.raises(ConfigError, match=r"mine\.py:Mine': updates: it gave a \w+, not an Update of .*mine\.py:4\)$"):
-        list(iterate_updates(algorithm, [], NoView()))
+        list(iterate_optimizer_updates(algorithm, [], NoView()))
 
 
 @pytest.mark.parametrize("body", ["yield Update(samples, None)", "return [Update(samples, None)]",
                                   "return Update(samples, None)"])  # fmt: skip
 def test_one_update_is_taken_however_it_is_given(body: str, tmp_path: Path) -> None:
     algorithm = make_algorithm(settings(tmp_path, f"    def updates(self, samples, view): {body}\n"))
-    [update] = iterate_updates(algorithm, [7], NoView())
+    [update] = iterate_optimizer_updates(algorithm, [7], NoView())
     assert update.samples == [7]
 
 

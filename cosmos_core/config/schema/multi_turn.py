@@ -44,7 +44,7 @@ class MultiTurnRolloutConfig(Table):
     it."""
     continue_final_message: bool = False
     """Leave the last message of a prompt open, so that the policy continues it; if it is an assistant message, it stays
-    in the prompt. Off if tools and a generation prompt are enabled."""
+    in the prompt. False if both `enable_tools` and `add_generation_prompt` are true, with a notice."""
 
     @property
     def enabled_tools(self) -> tuple[str, ...]:
