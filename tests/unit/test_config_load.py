@@ -179,12 +179,18 @@ def test_a_right_value_is_taken(tmp_path: Path, setting: str, place: tuple[str, 
          "train.train_policy.dataset.nmae: unknown key; did you mean train.train_policy.dataset.name?"),
         ("[train]\nzzzzzzzz = 1", "train.zzzzzzzz: unknown key"),
         ("[train]\nlearning_rate = 1e-5",
-         "train.learning_rate: unknown key; learning_rate of transformers and TRL is train.optm_lr here"),
+         "train.learning_rate: unknown key; learning_rate of transformers, PEFT and TRL is train.optm_lr here"),
         ("[train.train_policy]\ntype = 'grpo'\nbeta = 0.1",
-         "train.train_policy.beta: unknown key; beta of transformers and TRL is train.train_policy.kl_beta or "
+         "train.train_policy.beta: unknown key; beta of transformers, PEFT and TRL is train.train_policy.kl_beta or "
          "train.train_policy.dpo.beta or train.train_policy.kto.beta here"),
         ("num_generations = 8",
-         "num_generations: unknown key; num_generations of transformers and TRL is rollout.n_generation here"),
+         "num_generations: unknown key; num_generations of transformers, PEFT and TRL is rollout.n_generation here"),
+        ("[policy.lora]\nuse_dora = true",
+         "policy.lora.use_dora: unknown key; use_dora of transformers, PEFT and TRL is not supported: adapters have "
+         "no magnitudes of DoRA; leave it out"),
+        ("[policy.lora]\nbias = 'all'",
+         "policy.lora.bias: unknown key; bias of transformers, PEFT and TRL is not supported: an adapter trains no "
+         "biases; leave it out"),
         ("[train]\nint = 1", "train.int: unknown key"),
         ("str = 1", "str: unknown key"),
         ("[pipeline]\nthread = 1", "pipeline.thread: unknown key; did you mean pipeline.threads?"),

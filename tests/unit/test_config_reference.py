@@ -106,11 +106,11 @@ def test_a_name_without_its_tables_shows_the_keys_of_all() -> None:
 
 @pytest.mark.parametrize("name", list(trl._ADVICE_BY_TRL_NAME))
 def test_a_name_of_trl_without_a_key_says_what_is_here(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown key; {name} of transformers and TRL is (always on|not )"):
+    with pytest.raises(ConfigError, match=f"unknown key; {name} of transformers, PEFT and TRL is (always on|not )"):
         find_keys(name)
     assert (
         trl.describe_equivalent_key(f"train.train_policy.{name}")
-        == f"; {name} of transformers and TRL is {trl._ADVICE_BY_TRL_NAME[name]}"
+        == f"; {name} of transformers, PEFT and TRL is {trl._ADVICE_BY_TRL_NAME[name]}"
     )
 
 

@@ -58,6 +58,6 @@ class LoraConfig(Table):
     def _check_initialisation(cls, init_method: bool | str) -> bool | str:
         is_known_method = not isinstance(init_method, str) or init_method in _LORA_INIT_METHODS
         if not is_known_method and not re.fullmatch(r"pissa_niter_\d+", str(init_method)):
-            rule = f"must be true, false, {', '.join(sorted(_LORA_INIT_METHODS))} or pissa_niter_N"
+            rule = f"must be true, false, {', '.join(sorted(_LORA_INIT_METHODS - {'eva'}))} or pissa_niter_N"
             raise ValueError(f"init_lora_weights = {init_method!r} {rule}")
         return init_method
