@@ -125,11 +125,12 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
     _require_flow_file(entrypoint)
     flow, _ = import_python_flow(entrypoint)
     from tasks.credentials import set_command_credentials
-    from tasks.flow_identity import derive_name_and_parameters
+    from tasks.flow_identity import check_run_of_flow, derive_name_and_parameters, find_flow_source
     from tasks.kinds import all_kinds
 
     run_id, flow_parameters = derive_name_and_parameters(flow, parameters)
     run_path = Path(os.environ.get("COSMOS_OUTPUT_DIR") or "outputs").absolute() / run_id
+    check_run_of_flow(run_path, ":".join(map(str, find_flow_source(flow))))
     masked_parameters = mask_named_secrets(flow_parameters)
     parameter_text = ", ".join(f"{name}={value!r}" for name, value in masked_parameters.items()) or "no parameters"
     if not is_run_of_python_flow(run_path):

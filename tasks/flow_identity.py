@@ -17,6 +17,7 @@ from pydantic_core import to_jsonable_python
 from cosmos_core.config.schema.pipeline import STAGE_NAME_PATTERN
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import suggest_names
+from cosmos_core.run.directory import read_start_info
 
 RUN_ID_VARIABLE = "COSMOS_RUN_ID"
 """Environment variable with the name of the run; unset: it is derived from the flow and its parameters."""
@@ -70,3 +71,14 @@ def find_flow_source(flow: Flow[..., Any]) -> tuple[Path, str]:
     """Return the file and the qualified name of the function of a flow."""
     function = inspect.unwrap(flow.fn)
     return Path(inspect.getsourcefile(function) or "flow.py").absolute(), function.__qualname__
+
+
+def check_run_of_flow(run_path: Path, entrypoint: str) -> None:
+    """Raise ConfigError if an existing run was made from a TOML file, or by another flow than `entrypoint`."""
+    start_info = read_start_info(run_path)
+    if start_info is not None and not start_info.entrypoint:
+        raise ConfigError(f"run {run_path.name} was made from a file, not by a flow; give the flow another run_id")
+    # Compare without the folder, because a deployment can clone the flow into another folder for each flow run.
+    if start_info is not None and Path(start_info.entrypoint).name != Path(entrypoint).name:
+        owner = start_info.entrypoint
+        raise ConfigError(f"run {run_path.name} is one of the flow {owner}; give this flow another run_id")

@@ -35,7 +35,6 @@ from cosmos_core.run.directory import (
     describe_run_removal,
     extend_run,
     open_run,
-    read_start_info,
     record_flow_run,
     replace_budget,
     try_claim_run,
@@ -50,7 +49,7 @@ from tasks import events
 from tasks.artifacts import log_ui_errors, publish_run_report
 from tasks.cancellation import confirm_cancellation_at_exit, stop_on_signals, wait_unless_cancelled
 from tasks.credentials import set_credentials
-from tasks.flow_identity import derive_run_identity, find_flow_source
+from tasks.flow_identity import check_run_of_flow, derive_run_identity, find_flow_source
 from tasks.kinds import all_kinds
 from tasks.naming import label_flow_run
 from tasks.store_sync import OUTPUT_DIR_VARIABLE
@@ -242,12 +241,8 @@ class PythonFlowState:
         run_path = create_writable_folder(pipeline.output_dir) / self.run_id
         if not (run_path / "pipeline.toml").is_file():
             return None
-        run, start_info = open_run(run_path, all_kinds()), read_start_info(run_path)
-        if start_info is not None and not start_info.entrypoint:
-            raise ConfigError(f"run {run.id} was made from a file, not by a flow; give the flow another run_id")
-        # Compare without the folder, because a deployment can clone the flow into another folder for each flow run.
-        if start_info is not None and Path(start_info.entrypoint).name != Path(self.entrypoint).name:
-            raise ConfigError(f"run {run.id} is one of the flow {start_info.entrypoint}; give this flow another run_id")
+        check_run_of_flow(run_path, self.entrypoint)
+        run = open_run(run_path, all_kinds())
         saved_config, new_config = run.pipeline.config, pipeline.config
         compared_keys = self.settings.keys() - BUDGET_KEYS - {"output_dir"}
         if changed := [key for key in sorted(compared_keys) if getattr(saved_config, key) != getattr(new_config, key)]:

@@ -12,6 +12,7 @@ import pytest
 from prefect import flow, task
 from prefect.task_runners import ProcessPoolTaskRunner, ThreadPoolTaskRunner
 
+from cosmos_core.cli_flow import plan_flow
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.errors import ConfigError, DataError, UploadError
 from cosmos_core.observe.record import read_run
@@ -139,6 +140,9 @@ def test_a_flow_leaves_a_run_of_another_flow_as_it_is(folder: Path) -> None:
         with pytest.raises(ConfigError, match=r"run taken is one of the flow \S+outer; give this flow another run_id$"):
             call()
     assert [stage.name for stage in open_run(folder / "outputs" / "taken", all_kinds()).pipeline.stages] == ["outer"]
+    (folder / "my.py").write_text("from prefect import flow\n\n@flow\ndef other(run_id: str): pass\n")
+    with pytest.raises(ConfigError, match=r"run taken is one of the flow \S+outer; give this flow another run_id$"):
+        plan_flow("my.py:other", {"run_id": "taken"})
 
 
 def test_a_stage_whose_task_runs_out_of_time_has_failed_and_the_flow_goes_on(folder: Path) -> None:
