@@ -32,7 +32,8 @@ class ScoredPrompt:
     num_invalid: int
     """Number of samples of the prompt for which a reward is invalid."""
     error: str
-    """Reason why the first invalid reward of the prompt is invalid; empty if all rewards are valid."""
+    """Reason why an invalid reward of the prompt is invalid, one that may be valid in another attempt before others;
+    empty if all rewards are valid."""
     is_permanent_error: bool = False
     """True if the reward to which `error` belongs would be invalid again in another attempt, as after an exception of
     the reward function."""
@@ -42,8 +43,8 @@ class ScoredPrompt:
         """Return the rewards of the samples in a scored group, which are the samples of one prompt."""
         errors = [(score.error, score.is_permanent_error) for score in scored_group.scores if score.value is None]
         rewards = [dict(score.metrics) for score in scored_group.scores]
-        first_reward_error, is_permanent_error = errors[0] if errors else ("", False)
-        return cls(set_name, scored_group.group.prompt.id, rewards, len(errors), first_reward_error, is_permanent_error)
+        reward_error, is_permanent_error = min(errors, key=lambda error: error[1], default=("", False))
+        return cls(set_name, scored_group.group.prompt.id, rewards, len(errors), reward_error, is_permanent_error)
 
     def mean_rewards(self) -> dict[str, float]:
         """Return the mean of each reward over the prompt's samples for which it is valid, by reward function."""
@@ -78,8 +79,9 @@ def average_scores(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
         prompt_rewards = [item.mean_rewards() for item in scores_of_set]
         reward_names = dict.fromkeys(reward_name for mean_rewards in prompt_rewards for reward_name in mean_rewards)
         if not reward_names:
-            error_text = f"no sample of prompt set {set_name!r} has a valid reward; the first: {scores_of_set[0].error}"
-            raise RewardError(error_text) if scores_of_set[0].is_permanent_error else StageFailed(error_text)
+            decisive = min(scores_of_set, key=lambda item: item.is_permanent_error)
+            error_text = f"no sample of prompt set {set_name!r} has a valid reward; the first: {decisive.error}"
+            raise RewardError(error_text) if decisive.is_permanent_error else StageFailed(error_text)
         for reward_name in reward_names:
             mean_rewards = [item[reward_name] for item in prompt_rewards if reward_name in item]
             metrics[f"evaluation/{set_name}/{reward_name}"] = float(np.mean(mean_rewards))

@@ -195,9 +195,10 @@ def error_on_one_line(error: BaseException, error_location: str = "") -> str:
 
 
 def invalid_scores_error(problem_summary: str, scores: Iterable[Score]) -> CosmosError:
-    """Return the error to raise if all scores are invalid: `RewardError` if the first invalid score has a permanent
-    error, such as an exception of the reward function; else `StageFailed`, after which the stage is retried."""
-    invalid_score = next((score for score in scores if score.value is None), None)
+    """Return the error to raise if all scores are invalid: `RewardError` if all have a permanent error, such as an
+    exception of the reward function; else `StageFailed`, after which the stage is retried."""
+    invalid_scores = (score for score in scores if score.value is None)
+    invalid_score = min(invalid_scores, key=lambda score: score.is_permanent_error, default=None)
     message = f"{problem_summary}; the first: {invalid_score.error if invalid_score else 'none is learned from'}"
     is_permanent_error = invalid_score is not None and invalid_score.is_permanent_error
     return RewardError(message) if is_permanent_error else StageFailed(message)

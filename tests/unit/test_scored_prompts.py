@@ -14,7 +14,9 @@ import torch
 
 from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.evaluate import diffusion
-from cosmos_core.types import Group, Score, ScoredGroup
+from cosmos_core.evaluate.scored_prompts import ScoredPrompt, average_scores
+from cosmos_core.rewards.base import invalid_scores_error
+from cosmos_core.types import Group, Prompt, Score, ScoredGroup
 from tests.unit.test_evaluate_diffusion import evaluation
 
 
@@ -51,3 +53,19 @@ def test_lost_rewards_are_asked_for_again_in_another_attempt_and_those_of_a_brok
     with pytest.raises(error, match="the first: the service is away"):
         diffusion.run(stage)
     assert not any(file.read_text() for file in stage.path.glob("unfinished-*/scores.jsonl")), "nothing is taken again"
+
+
+@pytest.mark.parametrize("is_first_permanent", [False, True])
+def test_one_lost_reward_is_asked_for_again_wherever_a_broken_function_stands(is_first_permanent: bool) -> None:
+    broken, lost = Score(None, {}, "ValueError: bug", True), Score(None, {}, "the service is away")
+    scores = (broken, lost) if is_first_permanent else (lost, broken)
+
+    def scored(*of_prompt: Score) -> ScoredPrompt:
+        return ScoredPrompt.from_group("colours", ScoredGroup(Group(Prompt(0, (), "red", ""), (), 0), of_prompt))
+
+    for raised in (lambda: average_scores([scored(*scores)]), lambda: average_scores([*map(scored, scores)])):
+        with pytest.raises(StageFailed, match="the first: the service is away"):
+            raised()
+    assert isinstance(invalid_scores_error("all are invalid", scores), StageFailed)
+    with pytest.raises(RewardError, match="the first: ValueError: bug"):
+        average_scores([scored(broken)])
