@@ -47,9 +47,10 @@ def runs(
     from cosmos_core.observe.console import make_console
     from cosmos_core.observe.costs import make_cost_table
     from cosmos_core.observe.runs import make_run_table
-    from cosmos_core.run.directory import find_run
+    from cosmos_core.run.directory import PIPELINE_FILE, find_run
 
-    find_run("", output_dir)  # an error if the folder has no run, because its name may be misspelt
+    if not any(output_dir.glob(f"*/{PIPELINE_FILE}")):
+        find_run("", output_dir)  # an error, because the name of the folder may be misspelt
     make_console().print((make_cost_table if cost else make_run_table)(output_dir, max_runs))
 
 

@@ -20,6 +20,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.observe import overlay
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.runs import _compare_stage_metrics, is_run_inactive, make_run_table
+from cosmos_core.run import directory
 from cosmos_core.run.directory import claim_run, create_run
 from cosmos_core.run.files import write_json
 from cosmos_core.run.state import read_state, update_state
@@ -81,10 +82,13 @@ def test_a_folder_without_runs_is_an_error_because_its_name_may_be_misspelt(tmp_
     assert isinstance(done.exception, ConfigError) and "no run at all in" in str(done.exception)
 
 
-def test_runs_lists_them_the_newest_last(outputs: Path) -> None:
+def test_runs_lists_them_once_the_newest_last(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, paths = directory.read_start_info, list[Path]()
+    monkeypatch.setattr(directory, "read_start_info", lambda path: paths.append(path) or read(path))
     lines = [line for line in said("runs", "--output-dir", str(outputs)).splitlines() if "counting" in line]
     assert [line.split()[1] for line in lines] == ["one", "two"]
     assert all("1/1" in line for line in lines) and "count 4" in lines[1]
+    assert sorted(path.name for path in paths) == ["one", "two"]
     assert " one " not in said("runs", "--output-dir", str(outputs), "--most", "1")
 
 
