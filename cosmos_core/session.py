@@ -33,8 +33,9 @@ from cosmos_core.registry import find_error_location
 from cosmos_core.run.directory import Run
 from cosmos_core.run.files import SHARED_FOLDER, find_disk_error, make_disk_full_error
 from cosmos_core.run.liveness import record_flow_state, record_stop
+from cosmos_core.run.process import identify_process
 from cosmos_core.run.progress import read_progress
-from cosmos_core.run.state import FINISHED_STATES, read_state
+from cosmos_core.run.state import FINISHED_STATES, StageState, read_state
 
 _DISPLAY_UPDATE_SECONDS = 0.3
 _LOG_DRAIN_TIMEOUT_SECONDS = 5.0
@@ -254,7 +255,14 @@ def open_session(output_dir: Path, session_body: Callable[..., int] = run_sessio
 def _keep_display_updated(get_current_run: Callable[[], Run | None], display: ProgressDisplay) -> Iterator[None]:
     """Update the progress display during the `with` block from the files of the run, which the processes that run
     stages write."""
-    finished_event = threading.Event()
+    finished_event, launcher, shown_failures = threading.Event(), identify_process(), set[tuple[str, int]]()
+
+    def has_failed_attempt(run: Run, name: str, state: StageState) -> bool:
+        """Return True if a stage of this process has failed, and is about to be retried."""
+        if state.state != "failed" or finished_event.is_set() or state.model_dump(include={*launcher}) != launcher:
+            return False
+        error = errors.ERRORS_BY_NAME.get(state.error_type, errors.StageFailed)(state.error)
+        return bool(import_module("tasks.stage").should_retry(run, name, error))
 
     def update_display() -> None:
         if (run := get_current_run()) is None:
@@ -262,7 +270,13 @@ def _keep_display_updated(get_current_run: Callable[[], Run | None], display: Pr
         try:
             for stage in run.pipeline.stages:
                 path = run.stage_path(stage.name)
-                display.update(stage.name, read_state(path).status, read_progress(path))
+                status = (state := read_state(path)).status
+                if has_failed_attempt(run, stage.name, state):
+                    status = "retrying"
+                    if (failed_attempt := (stage.name, state.attempt)) not in shown_failures:
+                        shown_failures.add(failed_attempt)
+                        display.print_message(f"{stage.name}  attempt {state.attempt} failed: {state.error}")
+                display.update(stage.name, status, read_progress(path))
         except BrokenPipeError:  # the reader of the output has ended, as in `cosmos run | head`; let the run go on
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
