@@ -33,6 +33,8 @@ from cosmos_core.observe.formatting import (
 from cosmos_core.observe.record import RunRecord, StageRecord, compute_time_breakdown, read_run, render_loading_code
 from cosmos_core.observe.report_server import report_url
 from cosmos_core.observe.resuming import describe_interruption, quote_run_path
+from cosmos_core.run.files import read_json_object
+from cosmos_core.run.loading import draws_videos
 from cosmos_core.run.progress import ProgressRecord
 from cosmos_core.run.state import ACTIVE_STATES
 
@@ -245,7 +247,8 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
             summary_fields[f"model of stage {stage.name!r}"] = str(stage.path / stage.info["model"])
     elif run.model is not None:
         summary_fields |= {"model": str(run.model), "load it with": render_loading_code(run.model)}
-        summary_fields["try it with"] = f"cosmos try {quote_run_path(run.path)}"
+        if not draws_videos(read_json_object(run.model / "model_index.json")):
+            summary_fields["try it with"] = f"cosmos try {quote_run_path(run.path)}"
     if run.published_locations:
         summary_fields["published"] = ", ".join(run.published_locations)
     title = f"{run.name}  {run.path.name}  {run.outcome} after {format_duration(seconds['wall'])}"

@@ -21,3 +21,8 @@ def render_extra_packages(model_index: Mapping[str, Any]) -> str:
     if str(model_index.get("_class_name", "")).startswith("Cosmos") and not any(model_index.get("safety_checker", ())):
         return "  # pip install cosmos_guardrail, or give a safety_checker"
     return ""
+
+
+def draws_videos(model_index: Mapping[str, Any]) -> bool:
+    """Return whether a pipeline has a denoiser of video clips, whose class diffusers names `...3DModel`."""
+    return any(isinstance(entry, list) and "3DModel" in str(entry[-1:]) for entry in model_index.values())

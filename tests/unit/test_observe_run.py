@@ -188,6 +188,14 @@ def test_the_command_that_tries_a_model_can_be_copied(tmp_path: Path, monkeypatc
     assert f"cosmos try 'my runs/{run.name}'" in summary(run)
 
 
+def test_no_command_is_proposed_for_a_pipeline_of_videos_which_it_would_refuse(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    index = run / "stages" / "export" / "safetensors" / "step_80" / "model_index.json"
+    for denoiser, is_tried in (("SD3Transformer2DModel", True), ("SanaVideoTransformer3DModel", False)):
+        write(index, {"_class_name": "A", "transformer": ["diffusers", denoiser]})
+        assert ("try it with" in summary(run)) == is_tried and "DiffusionPipeline" in summary(run)
+
+
 def test_overhead_is_one_figure_on_the_console_and_on_the_page(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
     write(run / "locks" / "holder.json", {"since": STARTED - 12})  # when the command was typed: the run began later
