@@ -85,15 +85,21 @@ def find_keys(name: str) -> list[KeyDescription]:
 
 
 def _suggest_keys(name: str) -> str:
-    """Return a hint for an unknown key: the keys of the same name in other tables, otherwise the most similar key."""
+    """Return a hint for an unknown key: the keys of the same name in other tables, otherwise the keys with `name` as a
+    word of their name, otherwise the most similar key."""
     all_key_names = sorted({key.name for key in list_keys()})
     similar_keys = [key for key in all_key_names if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    similar_keys = similar_keys or [key for key in all_key_names if name in key.rpartition(".")[2].split("_")]
     # Do not search for keys similar to a very long name, because the comparison is slow.
     if not similar_keys and len(name) <= _MAX_COMPARED_NAME_LENGTH:
         # Keys with as many dotted parts as `name` come first, so that no table such as `train` is suggested for a key.
-        keys_of_same_depth = [key for key in all_key_names if key.count(".") == name.count(".")]
+        # A name without a table is compared with the last parts of the keys.
+        compared_parts = {key if "." in name else key.rpartition(".")[2]: key for key in reversed(all_key_names)}
+        keys_of_same_depth = [key for key in compared_parts if key.count(".") == name.count(".")]
         close_match_lists = (difflib.get_close_matches(name, keys, n=1) for keys in (keys_of_same_depth, all_key_names))
-        similar_keys = next(filter(None, close_match_lists), [])
+        similar_keys = [compared_parts.get(key, key) for key in next(filter(None, close_match_lists), [])]
+    if len(similar_keys) > 4:
+        return f"; `cosmos config coverage | grep {name}` lists the keys with this word"
     suggestion_text = " or ".join(map(repr, similar_keys))
     return f"; did you mean {suggestion_text}?" if similar_keys else "; `cosmos config coverage` lists them all"
 

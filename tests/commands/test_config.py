@@ -101,6 +101,9 @@ def test_an_older_name_is_explained_as_todays(workspace: Workspace) -> None:
     ("key", "said"),
     [
         ("n_generatoin", "n_generatoin: unknown key; did you mean 'rollout.n_generation'?"),
+        ("lr", "lr: unknown key; did you mean 'train.optm_lr' or 'train.optm_min_lr_factor'?"),
+        ("epochs", "epochs: unknown key; did you mean 'train.epoch'?"),
+        ("reward", "reward: unknown key; `cosmos config coverage | grep reward` lists the keys with this word"),
         ("zzz", "zzz: unknown key; `cosmos config coverage` lists them all"),
         ("train.moe_backend", "train.moe_backend does nothing in any version; it would have meant the kernels of "
          "expert layers, which transformers chooses"),
