@@ -54,7 +54,10 @@ def decode_request(request_body: bytes | bytearray | memoryview) -> tuple[dict[s
     body_prefix = bytes(body_view[: MAX_JSON_BYTES + 1])
     newline_index = body_prefix.find(b"\n")
     if newline_index < 0:
-        raise ProtocolError(f"no newline within {MAX_JSON_BYTES} bytes; the body is one line of JSON, then an array")
+        if len(body_view) <= MAX_JSON_BYTES:
+            raise ProtocolError("no newline; the body is one line of JSON, then an array")
+        remedy = "send fewer completions in a request (remote_reward.batch_size), or less metadata of each"
+        raise ProtocolError(f"the line of JSON has more than {MAX_JSON_BYTES >> 20} MiB; {remedy}")
     json_fields, array_bytes = _parse_json_fields(body_prefix[:newline_index]), body_view[newline_index + 1 :]
     if bytes(array_bytes[:4]) != ZIP_SIGNATURE:
         return json_fields, decode_array(array_bytes)

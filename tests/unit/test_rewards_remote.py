@@ -309,6 +309,12 @@ def test_what_is_no_request_is_refused_with_one_line() -> None:
         assert str(caught.value).isprintable() and len(str(caught.value)) < 400, body[:80]
 
 
+def test_metadata_that_is_too_large_names_the_limit_and_the_setting() -> None:
+    body = encode_request({"prompts": [""] * 2, "metadata": [{"page": "x" * 2**23}] * 2}, np.zeros((2, 0), np.uint8))
+    with pytest.raises(ProtocolError, match=r"JSON has more than 16 MiB; send fewer .*\(remote_reward\.batch_size\)"):
+        decode_request(body)
+
+
 def test_a_file_that_is_not_there_or_no_toml_is_refused_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "rewards.toml"
     with pytest.raises(ConfigError, match=r"^\S+rewards\.toml: no such file$"):
