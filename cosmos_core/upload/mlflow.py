@@ -60,7 +60,7 @@ class MlflowTarget:
         or damaged."""
         with self._translate_errors():
             model_version = self._find_version(version)
-            if record := _read_artifact_record(model_version.source) if model_version else None:
+            if record := self._read_record(model_version.run_id, model_version.source) if model_version else None:
                 return record
         raise DamagedRecord(f"mlflow://{self.name}: {RECORD_FILE} of {version} is missing or damaged; publish again")
 
@@ -134,7 +134,7 @@ class MlflowTarget:
             self._check_cancellation()
             if artifact_sizes.get(f"{artifact_folder}/{name}") != (folder / name).stat().st_size:
                 self.client.log_artifact(run_id, str(folder / name), str(Path(artifact_folder, name).parent))
-        if _read_artifact_record(f"{mlflow_run.info.artifact_uri}/{artifact_folder}") != record:
+        if self._read_record(run_id, f"{mlflow_run.info.artifact_uri}/{artifact_folder}") != record:
             self.client.log_dict(run_id, record, f"{artifact_folder}/{RECORD_FILE}")
         logged_metrics, start_time = mlflow_run.data.metrics, mlflow_run.info.start_time
         metrics = {sanitize_metric_name(name): value for name, value in record["metrics"].items()}
@@ -143,7 +143,7 @@ class MlflowTarget:
         self.client.set_terminated(run_id)
 
     def _find_damaged_file(self, model_version: Any, folder: Path, record: dict[str, Any]) -> str:
-        stored_record = _read_artifact_record(model_version.source) or {"files": {}}
+        stored_record = self._read_record(model_version.run_id, model_version.source) or {"files": {}}
         artifact_sizes = self._list_artifact_sizes(model_version.run_id)
         for name, digest in record["files"].items():
             artifact_size = artifact_sizes.get(f"{_get_artifact_folder(stored_record)}/{name}")
@@ -161,6 +161,22 @@ class MlflowTarget:
         ]
         for step in reversed(alias_steps) if is_rollback else alias_steps:
             step()
+
+    def _read_record(self, run_id: str, artifact_uri: str) -> dict[str, Any] | None:
+        """Return the record of a published version from the folder `artifact_uri` of an MLflow run; None if the record
+        is missing or damaged. Raise the error of MLflow if it cannot be read."""
+        from mlflow.artifacts import load_dict
+        from mlflow.exceptions import MlflowException
+
+        try:
+            record = load_dict(f"{artifact_uri}/{RECORD_FILE}")
+        except (MlflowException, OSError) as error:
+            is_invalid_json = isinstance(error.__cause__, ValueError) and not isinstance(error.__cause__, OSError)
+            folder = artifact_uri.rpartition("/")[2]
+            if is_invalid_json or f"{folder}/{RECORD_FILE}" not in self._list_artifact_sizes(run_id, folder):
+                return None
+            raise
+        return record if is_publication_record(record) else None
 
     def _list_artifact_sizes(self, run_id: str, artifact_path: str | None = None) -> dict[str, int]:
         artifact_size_by_path: dict[str, int] = {}
@@ -219,15 +235,3 @@ class MlflowTarget:
 def _get_artifact_folder(record: dict[str, Any]) -> str:
     """Return the name of the artifact folder for the files of a record, which depends on the digests of the files."""
     return f"model-{hashlib.sha256(json.dumps(record['files'], sort_keys=True).encode()).hexdigest()[:12]}"
-
-
-def _read_artifact_record(artifact_uri: str) -> dict[str, Any] | None:
-    """Return the record of a published version from the folder `artifact_uri`; None if it is missing or damaged."""
-    from mlflow.artifacts import load_dict
-    from mlflow.exceptions import MlflowException
-
-    try:
-        record = load_dict(f"{artifact_uri}/{RECORD_FILE}")
-    except (MlflowException, OSError):
-        return None
-    return record if is_publication_record(record) else None

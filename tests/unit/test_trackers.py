@@ -372,7 +372,9 @@ def test_a_server_that_is_away_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_a_store_of_artifacts_that_refuses_is_one_line(mlflow: Any, tmp_path: Path) -> None:
+def test_a_store_of_artifacts_that_refuses_is_one_line(
+    mlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from boto3.exceptions import S3UploadFailedError
 
     def refuse(*_: object) -> None:
@@ -382,6 +384,11 @@ def test_a_store_of_artifacts_that_refuses_is_one_line(mlflow: Any, tmp_path: Pa
     target.client.log_artifact = refuse
     with pytest.raises(UploadError, match=r"^mlflow://sums: Failed to upload x to models/x: .*AccessDenied\)$"):
         target.publish(folder, "r1-abc", record)
+    MlflowTarget("sums").publish(folder, "r1-abc", record)
+    monkeypatch.setattr("mlflow.artifacts.load_dict", lambda _: Path("/proc/self/mem").read_bytes())
+    with pytest.raises(UploadError, match="Input/output error") as unread:
+        MlflowTarget("sums").published()
+    assert unread.type is UploadError, "it is not called damaged, which would let others publish over it"
 
 
 def test_a_location_that_names_no_model_is_one_line() -> None:
