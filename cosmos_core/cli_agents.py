@@ -17,7 +17,7 @@ rule and remedy; 65 a gate refused the model; 75 stopped with a checkpoint, `cos
 
 
 def mcp() -> None:
-    """Serve runs and recipes to an agent over the Model Context Protocol, on standard input and output."""
+    """Serve runs and recipes to an agent. It speaks the Model Context Protocol on standard input and output."""
     if find_spec("mcp") is None:
         raise ConfigError("the package mcp is not installed: pip install 'cosmos-posttrain[mcp]'")
     from cosmos_core.mcp_server import open_server
@@ -26,7 +26,7 @@ def mcp() -> None:
 
 
 def agent_docs(context: typer.Context) -> None:
-    """Print the documentation for an agent: every command with its options, the exit codes, and every recipe key."""
+    """Print the documentation for an agent. It has all commands with their options, exit codes and recipe keys."""
     from cosmos_core.config.reference import render_config_reference
     from tasks.kinds import all_kinds
 

@@ -28,7 +28,7 @@ ConfigArgument = Annotated[Path, typer.Argument(help="Pipeline or recipe, a TOML
 def explain(
     key: Annotated[str, typer.Argument(help="Dotted key, e.g. train.optm_lr; or an older or TRL name.")],
 ) -> None:
-    """Explain a configuration key: its type, default, unit, the stages that read it, and its status in this version."""
+    """Explain a configuration key. Type, default, unit, the stages that read it, and its status are printed."""
     from cosmos_core.config.describe import explain_key
     from tasks.kinds import all_kinds
 
@@ -38,7 +38,7 @@ def explain(
 
 @config_app.command()
 def diff(first: ConfigArgument, second: ConfigArgument) -> None:
-    """Show for each stage how two configurations differ, including defaults and settings that follow from others."""
+    """Show for each stage how two configurations differ. Defaults and settings that follow from others are included."""
     from cosmos_core.config.difference import pipeline_differences
 
     for line in pipeline_differences(_load_pipeline(first), _load_pipeline(second)):
@@ -47,7 +47,7 @@ def diff(first: ConfigArgument, second: ConfigArgument) -> None:
 
 @config_app.command("schema")
 def print_schema() -> None:
-    """Print the JSON schema of a configuration file, with descriptions, for editors."""
+    """Print the JSON schema of a configuration file for editors."""
     import json
 
     from cosmos_core.config.editor import json_schema
@@ -57,7 +57,7 @@ def print_schema() -> None:
 
 @config_app.command()
 def convert(file: ConfigArgument) -> None:
-    """Print a configuration with current key names; changes are listed on standard error. Comments are lost."""
+    """Print a configuration with current key names. Changes are listed on standard error. Comments are lost."""
     import tomli_w
 
     from cosmos_core.config.compat.translate import with_current_algorithm_keys
@@ -77,7 +77,7 @@ def convert(file: ConfigArgument) -> None:
 
 @config_app.command("coverage")
 def print_key_coverage() -> None:
-    """Print the status of every configuration key and, for each key in use, the test that shows its effect."""
+    """Print the status of every configuration key. For each key in use, the test that shows its effect is named."""
     from cosmos_core.config.describe import effect_test_by_key, list_keys
 
     key_descriptions = [key for key in list_keys() if not key.is_table]
@@ -89,7 +89,7 @@ def print_key_coverage() -> None:
 
 @config_app.command("reference")
 def print_key_reference() -> None:
-    """Print the reference of all keys in Markdown, the content of `docs/configuration.md`."""
+    """Print the reference of all keys in Markdown. It is the content of `docs/configuration.md`."""
     from cosmos_core.config.reference import render_config_reference
     from tasks.kinds import all_kinds
 

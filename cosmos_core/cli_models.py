@@ -17,8 +17,8 @@ def promote(
     target: TargetArgument,
     version: Annotated[str, typer.Argument(help="Version to publish; empty: list the stored versions.")] = "",
 ) -> None:
-    """Publish a model version that is stored at a publication target; without a version, list the stored versions from
-    old to new and mark the published one."""
+    """Publish a stored version of a model. Without a version, list the versions that are stored at the target from old
+    to new, and mark the published one."""
     target_store = _open_publication_target(target)
     version_history = target_store.history()
     versions = target_store.versions() if hasattr(target_store, "versions") else list(dict.fromkeys(version_history))
@@ -46,7 +46,7 @@ def _format_metrics(target_store: Any, version: str) -> str:
 
 
 def rollback(target: TargetArgument) -> None:
-    """Publish the model version that was published before the current one; the current version stays stored."""
+    """Publish the version before the current one again. The current version stays stored."""
     target_store = _open_publication_target(target)
     version_history = target_store.history()
     if len(version_history) < 2:
@@ -74,7 +74,7 @@ def check_model(
         str, typer.Option("--class", help="Class of your own model family, path/file.py:Class.")
     ] = "",
 ) -> None:
-    """Check a diffusion model before training: family, noise levels, text encoder, latents, predictions and adapter."""
+    """Check a diffusion model before training. They cover family, noise, text, latents, predictions and adapter."""
     import subprocess
 
     check_command = [*make_python_command(), "-m", "cosmos_core.models.check_model", model]

@@ -20,8 +20,8 @@ _POLL_SECONDS = 1.0
 
 
 def status(run_name: RunArgument = "", output_dir: OutputDirOption = Path("outputs")) -> None:
-    """Show the state of a run and its stages from the run directory, and whether the Prefect server has cancelled the
-    run."""
+    """Show the state of a run and its stages. It is read from the run directory; a run that the Prefect server has
+    cancelled is named."""
     from cosmos_core.observe.console import print_status
     from cosmos_core.observe.record import read_run
     from cosmos_core.run.directory import find_run
@@ -61,7 +61,7 @@ def compare(
     html: Annotated[Path | None, typer.Option(help="Write a page with the curves of up to 8 runs.")] = None,
     output_dir: OutputDirOption = Path("outputs"),
 ) -> None:
-    """Show how runs differ from the first run in settings, metrics and times; with `--html`, plot their curves."""
+    """Show how runs differ in settings, metrics and times. With `--html`, plot their curves."""
     from cosmos_core.observe import overlay
     from cosmos_core.observe.console import make_console
     from cosmos_core.observe.runs import compare_runs
@@ -84,7 +84,7 @@ def compare(
 
 
 def report(run_name: RunArgument = "", output_dir: OutputDirOption = Path("outputs")) -> None:
-    """Write the report of a run, complete or not, to report.html, and print its path."""
+    """Write the report of a run, complete or not. Its path is printed."""
     from cosmos_core.observe.report import REPORT_FILE, build_report
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.files import write_text
@@ -103,7 +103,7 @@ def samples(  # noqa: PLR0913 - options of a command
     limit: Annotated[int, typer.Option("--most", min=1, help="Number of completions to show.")] = 8,
     output_dir: OutputDirOption = Path("outputs"),
 ) -> None:
-    """Show completions from training with their rewards, or from validation if no training has recorded any."""
+    """Show completions with their rewards. They are of a training, or of a validation if no training recorded any."""
     from cosmos_core.observe.completions import iter_completions
     from cosmos_core.run.directory import find_run
 
@@ -114,7 +114,7 @@ def samples(  # noqa: PLR0913 - options of a command
 
 
 def watch(run_name: RunArgument = "", output_dir: OutputDirOption = Path("outputs")) -> None:
-    """Follow a run that another process or machine executes, until the run ends."""
+    """Follow a run of another process or machine until it ends."""
     from cosmos_core.observe.console import ProgressDisplay, print_status
     from cosmos_core.observe.record import read_run
     from cosmos_core.observe.runs import is_run_inactive
@@ -136,7 +136,7 @@ def lineage(
     name: Annotated[str, typer.Argument(help="Run id (empty: the newest), or path of a run, stage or model.")] = "",
     output_dir: OutputDirOption = Path("outputs"),
 ) -> None:
-    """Show the stages and data from which a model was made, and verify their digests."""
+    """Show the stages and data from which a model was made. Their digests are verified."""
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.lineage import trace_lineage
 

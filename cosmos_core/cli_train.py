@@ -46,7 +46,7 @@ def sft(  # noqa: PLR0913 - the options of a command
     model: ModelOption, data: DataOption, prompt: PromptOption = "", response: ResponseOption = "",
     save: SaveOption = "", dry_run: DryRunOption = False, overrides: SetOption = [],  # noqa: B006 - read by typer
 ) -> None:  # fmt: skip
-    """Fine-tune a language model on your own rows, with settings that are proposed and explained in a new recipe."""
+    """Fine-tune a language model on your own rows. The settings are proposed and explained in a new recipe."""
     cli_args = {"method": SFT.command, "model": model, "data": data, "prompt": prompt, "response": response}
     _propose_and_run(cli_args, save, dry_run, overrides)
 
@@ -57,7 +57,7 @@ def dpo(  # noqa: PLR0913 - the options of a command
     rejected: Annotated[str, typer.Option(help="Column of the other completion, likewise.")] = "",
     save: SaveOption = "", dry_run: DryRunOption = False, overrides: SetOption = [],  # noqa: B006
 ) -> None:  # fmt: skip
-    """Train a language model on rows with `prompt`, `chosen` and `rejected` (DPO)."""
+    """Train a language model on preference pairs (DPO). Rows have `prompt`, `chosen` and `rejected`."""
     column_options = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     _propose_and_run({"method": DPO.command, "model": model, "data": data, **column_options}, save, dry_run, overrides)
 
@@ -68,7 +68,7 @@ def grpo(  # noqa: PLR0913 - the options of a command
     prompt: PromptOption = "", response: ResponseOption = "", save: SaveOption = "", dry_run: DryRunOption = False,
     overrides: SetOption = [],  # noqa: B006
 ) -> None:  # fmt: skip
-    """Train a language model on your own prompts with a reward (GRPO)."""
+    """Train a language model on prompts with a reward (GRPO)."""
     cli_args = {"method": GRPO.command, "model": model, "data": data, "reward": _check_rewards(reward)}
     _propose_and_run({**cli_args, "prompt": prompt, "response": response}, save, dry_run, overrides)
 
@@ -94,7 +94,7 @@ def diffusion_sft(
     model: ModelOption, data: DataOption, save: SaveOption = "", dry_run: DryRunOption = False,
     overrides: SetOption = [],  # noqa: B006
 ) -> None:  # fmt: skip
-    """Fine-tune a diffusion model on a folder of captioned images or videos."""
+    """Fine-tune a diffusion model on captioned images or videos."""
     _propose_and_run({"method": DIFFUSION_SFT.command, "model": model, "data": data}, save, dry_run, overrides)
 
 
@@ -110,8 +110,8 @@ def evaluate(  # noqa: PLR0913 - the options of a command
     save: SaveOption = "", dry_run: DryRunOption = False, overrides: SetOption = [],  # noqa: B006
     output_dir: OutputDirOption = Path("outputs")
 ) -> None:  # fmt: skip
-    """Evaluate a model, or the model of a run or a stage: a language model on public benchmarks, a diffusion model by
-    the rewards of its samples for sets of prompts."""
+    """Evaluate a model, or the model of a run or a stage. A language model is evaluated on public benchmarks, a
+    diffusion model by the rewards of its samples for sets of prompts."""
     if bool(tasks) == bool(prompts) or bool(prompts) != bool(reward):
         raise ConfigError("give --tasks for a language model, or --prompts and --reward for a diffusion model")
     cli_args = {"method": "eval", "model": model, "tasks": tasks, "prompts": prompts, "reward": reward}
@@ -134,7 +134,7 @@ def _parse_name_list(comma_separated_names: str) -> list[str]:
 
 
 def init() -> None:
-    """Ask five questions, write a recipe, and print the command that runs it."""
+    """Ask five questions and write a recipe. The command that runs it is printed."""
     if not sys.stdin.isatty():
         raise ConfigError("cosmos init asks questions in a terminal; elsewhere use cosmos sft --model M --data ROWS")
     training_method = typer.prompt(f"What shall be done? {', '.join(TRAINING_METHODS)}", default=SFT.command)
@@ -163,7 +163,7 @@ def try_model(
     temperature: Annotated[float, typer.Option(min=0, help="Temperature; 0: greedy decoding.")] = 0.0,
     output_dir: OutputDirOption = Path("outputs"),
 ) -> None:
-    """Chat with a model, or generate images with it: the model of a run or a stage, a folder, or a Hub id."""
+    """Chat with a model, or generate images with it. It is that of a run or a stage, a folder, or a Hub id."""
     if len(models) > 2:
         raise ConfigError(f"{len(models)} models; give one, or two to see them side by side")
     from cosmos_core.observe.logs import add_log_silencing_variables

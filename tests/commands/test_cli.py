@@ -109,6 +109,7 @@ def test_help_and_the_check_of_a_schema_answer_at_once(workspace: Workspace) -> 
 def test_every_command_has_a_help_and_no_command_at_all_is_a_question(in_process: Workspace) -> None:
     overview = in_process.cosmos("--help").stdout
     assert in_process.cosmos().stdout == overview
+    assert "..." not in "".join(overview.splitlines(keepends=True)[1:]), "a first sentence is longer than its line"
     for command in ("run", "resume", "plan", "check", "status", "logs", "lineage"):
         assert command in overview
         assert f"{command} [OPTIONS]" in CliRunner().invoke(app, [command, "--help"]).output
