@@ -45,7 +45,9 @@ def read_toml(path: Path) -> TomlTable:
             file_content = toml_file.read(MAX_FILE_BYTES + 1)
         parsed_tables = _parse_toml(file_content) if len(file_content) <= MAX_FILE_BYTES else None
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
+        similar_names = difflib.get_close_matches(path.stem, [each.stem for each in path.parent.glob("*.toml")], n=1)
+        suggestion_text = f"; did you mean {path.with_name(similar_names[0])}.toml?" if similar_names else ""
+        raise ConfigError(f"{path}: no such file{suggestion_text}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a folder; name a .toml file in it") from None
     except OSError as error:
@@ -58,6 +60,8 @@ def read_toml(path: Path) -> TomlTable:
         wrong_format_name = _FORMAT_BY_SUFFIX.get(path.suffix.lower())
         wrong_format_hint = f"a configuration is TOML, not {wrong_format_name}; write [table] and key = value"
         problem_text = wrong_format_hint if wrong_format_name else "not valid TOML"
+        if path.suffix.lower() in {".csv", ".tsv", ".jsonl", ".parquet"}:
+            problem_text = f"rows, not a recipe; train on them with cosmos sft --model M --data {path}"
         raise ConfigError(f"{path}: {problem_text}: {_join_lines(str(error))}") from error
     if parsed_tables is None:
         raise ConfigError(f"{path}: more than {MAX_FILE_BYTES} bytes, the most that a configuration may have")

@@ -126,6 +126,9 @@ def test_every_command_has_a_help_and_no_command_at_all_is_a_question(in_process
          "recipe.yaml: a configuration is TOML, not YAML; write [table] and key = value: Expected '=' after a key in a "
          "key/value pair (at line 1, column 7)"),
         (["run", "none.toml"], "none.toml: no such file"),
+        (["run", "recipes.toml"], "recipes.toml: no such file; did you mean recipe.toml?"),
+        (["run", "rows.jsonl"], "rows.jsonl: rows, not a recipe; train on them with cosmos sft --model M --data "
+         "rows.jsonl: Invalid statement (at line 1, column 1)"),
         (["run", "recipe.toml", "--from-stage", "stf"],
          "recipe.toml: no stage 'stf' in this pipeline; did you mean 'sft'?"),
         (["run", "recipe.toml", "--set", "train.epoch", "2"],
