@@ -6,6 +6,7 @@ file. A later stage can read the file by the key `train.train_policy.dataset.pas
 """
 
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from operator import add
 from pathlib import Path
@@ -36,8 +37,8 @@ class PassRates:
             added_counts = (
                 1, len(rewards), sum(value for value, _ in rewards), sum(full_reward_flags), len(full_reward_flags)
             )  # fmt: skip
-            prompt_id = str(prompt.id)
-            self._prompt_counts[prompt_id] = list(map(add, self._prompt_counts.get(prompt_id, [0.0] * 5), added_counts))
+            earlier_counts = self._find_counts(prompt)
+            self._prompt_counts[_make_prompt_key(prompt)] = list(map(add, earlier_counts, added_counts))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of each prompt for a checkpoint, as JSON values."""
@@ -49,11 +50,16 @@ class PassRates:
         # the second, of valid rewards, because it was known for all of these.
         self._prompt_counts = {name: [*counts, *counts[1:2]][:5] for name, counts in state.items()}
 
+    def _find_counts(self, prompt: Prompt) -> list[float]:
+        """Return the counts of a prompt. Those of an old checkpoint have the number of the row alone as their key."""
+        key, old_key = _make_prompt_key(prompt), str(prompt.id)
+        return self._prompt_counts.get(key) or self._prompt_counts.get(old_key) or [0.0] * 5
+
     def write(self, stage_folder: Path, prompts: Sequence[Prompt]) -> None:
         """Write `pass_rates.jsonl` with a line per prompt; an unknown pass rate or mean reward is null."""
         json_lines = []
         for prompt in prompts:
-            prompt_counts = self._prompt_counts.get(str(prompt.id), [0.0] * 5)
+            prompt_counts = self._find_counts(prompt)
             num_sampled_groups, num_valid_rewards, reward_sum, num_full_rewards, num_known_full_rewards = prompt_counts
             has_pass_rate = num_known_full_rewards and self._get_full_reward(prompt.source) is not None
             pass_rate_record = {
@@ -66,3 +72,9 @@ class PassRates:
             json_lines.append(json.dumps(pass_rate_record, ensure_ascii=False) + "\n")
         with raise_disk_full(stage_folder):
             write_text(stage_folder / PASS_RATES_FILE, "".join(json_lines))
+
+
+def _make_prompt_key(prompt: Prompt) -> str:
+    """Return the number of a prompt's row with a checksum of its text and reference, because `train.resume = PATH` can
+    continue with other rows, to which the counts of a checkpoint do not belong."""
+    return f"{prompt.id}:{zlib.crc32(f'{prompt.text}{prompt.reference}'.encode()):08x}"

@@ -10,7 +10,7 @@ import pytest
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.conditions import parse_pass_rate_range
-from cosmos_core.config.schema.dataset import DatasetConfig
+from cosmos_core.config.schema.dataset import PASS_RATES_FILE, DatasetConfig
 from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.records import Record, RecordSpec, _check_pass_rate, read_pass_rates
 from cosmos_core.errors import ConfigError, DataError
@@ -18,7 +18,8 @@ from cosmos_core.rewards.base import full_reward, has_full_reward
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.manifest import commit_manifest
-from cosmos_core.types import Outcome
+from cosmos_core.train.pass_rates import PassRates
+from cosmos_core.types import Group, Outcome, Prompt, Score, ScoredGroup
 from tasks.kinds import all_kinds
 from tasks.layout import prepare_stage_folder
 from tests.effects.change import GRPO, recipe
@@ -146,3 +147,19 @@ def test_a_missing_file_and_rows_to_learn_are_refused_before_anything_runs(tmp_p
     first = fingerprint_of(load_recipe(tmp_path, *settings, kind="grpo"), "prepare")
     (tmp_path / "none.jsonl").write_text("two")
     assert fingerprint_of(load_recipe(tmp_path, *settings, kind="grpo"), "prepare").value != first.value
+
+
+def test_pass_rates_of_a_checkpoint_are_not_those_of_other_rows(tmp_path: Path) -> None:
+    """`train.resume = PATH` may go on with other rows."""
+    rates, resumed = (PassRates(lambda *score: 1.0) for _ in range(2))
+    kept, changed, other = Prompt(0, (1,), "a", "1"), Prompt(1, (1,), "b", "1"), Prompt(1, (1,), "c", "1")
+
+    def num_groups(*prompts: Prompt) -> list[int]:
+        resumed.write(tmp_path, prompts)
+        return [json.loads(line)["drawn"] for line in (tmp_path / PASS_RATES_FILE).read_text().splitlines()]
+
+    rates.add([ScoredGroup(Group(prompt, (), 0), (Score(1.0),)) for prompt in (kept, changed)])
+    resumed.load_state_dict(rates.state_dict())
+    assert num_groups(kept, changed) == [1, 1] and num_groups(kept, other) == [1, 0]
+    resumed.load_state_dict({"0": [1.0] * 5})  # as an earlier version saved them
+    assert num_groups(kept, other) == [1, 0]
