@@ -22,7 +22,7 @@ from transformers import DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import DynamicLayer
 
 from cosmos_core.data.sample import Sample
-from cosmos_core.errors import ConfigError, StageFailed
+from cosmos_core.errors import ConfigError, StageFailed, first_line
 from cosmos_core.models.hf import load_model
 from cosmos_core.models.lora import add_adapter_like, trains_only_linear_factors
 from cosmos_core.models.packing import is_close
@@ -41,6 +41,7 @@ from cosmos_core.rollout.base import (
     stop_token_ids,
 )
 from cosmos_core.rollout.sample_tokens import sample_tokens
+from cosmos_core.transient import is_machine_error
 from cosmos_core.types import Completion, Group, Prompt, Sampling
 
 _MIN_CACHE_GROWTH_TOKENS = 64
@@ -238,9 +239,17 @@ class HfEngine(ModuleEngine):
         precision, where rounding changes logits, return the one with the smallest difference, if it is small. Raise
         `ConfigError` if there is none."""
         logit_differences: dict[_PromptBatching, float] = {}
+        problem = "computes other logits with a cache than without"
         with self._inference_mode(), torch.autocast(self._model.device.type, enabled=False):
             for prompt_batching in _PROMPT_BATCHINGS:
-                logits_with_cache, expected_logits = self._compute_probe_logits(prompt_batching)
+                try:
+                    logits_with_cache, expected_logits = self._compute_probe_logits(prompt_batching)
+                except (IndexError, RuntimeError, ValueError) as error:  # a cache whose rows cannot be repeated
+                    if is_machine_error(error):
+                        raise
+                    logit_differences[prompt_batching] = math.inf
+                    problem = f"fails with a cache of repeated rows ({first_line(error)})"
+                    continue
                 if is_close(logits_with_cache, expected_logits, self._model.dtype):
                     return prompt_batching
                 logit_gap = (
@@ -249,7 +258,7 @@ class HfEngine(ModuleEngine):
                 logit_differences[prompt_batching] = logit_gap / max(expected_logits.abs().max().item(), 1e-9)
         best_batching = min(logit_differences, key=logit_differences.__getitem__)
         if self._model.dtype == torch.float32 or not logit_differences[best_batching] < _MAX_HALF_PRECISION_DIFFERENCE:
-            error_text = f"{type(self._model).__name__} computes other logits with a cache than without"
+            error_text = f"{type(self._model).__name__} {problem}"
             raise ConfigError(f"rollout.backend = 'hf': {error_text}; use a model of another family")
         return best_batching
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PhimoeConfig,
@@ -157,6 +159,13 @@ def test_a_family_whose_attention_is_not_told_its_window_keeps_the_padding() -> 
     model = make(PhimoeForCausalLM, config).float()  # experts know no float64
     assert enable_packing(model) == "packed sequences have other logits than separate ones"
     assert model.config.sliding_window == 4000
+
+
+def test_a_family_whose_attention_cannot_be_exchanged_keeps_the_padding() -> None:
+    options = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]}
+    config = GPTNeoConfig(vocab_size=500, max_position_embeddings=32, **options)
+    model = make(GPTNeoForCausalLM, config, attention="eager")
+    assert enable_packing(model) == "attention is computed by code of its family"
 
 
 def test_a_probe_that_differs_gives_the_old_attention_back(monkeypatch: pytest.MonkeyPatch) -> None:

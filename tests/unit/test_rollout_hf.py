@@ -324,6 +324,17 @@ def test_a_cache_that_changes_the_logits_is_refused_in_any_dtype(
         HfEngine(settings)
 
 
+def test_a_cache_whose_rows_cannot_be_repeated_is_one_line(folder: Path) -> None:
+    options = {"num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8}
+    layers = ["heavily_compressed_attention", "sliding_attention"]
+    config = transformers.DeepseekV4Config(**_SMALL | options, layer_types=layers, n_routed_experts=4, sliding_window=6)
+    model = transformers.DeepseekV4ForCausalLM(config).eval()
+    with pytest.raises(
+        ConfigError, match=r"DeepseekV4ForCausalLM fails with a cache of repeated rows \(.*; use a model"
+    ):
+        HfEngine(EngineSettings(model, load_tokenizer(str(folder)), "", RolloutConfig(), 64, torch.float32))
+
+
 def test_a_model_without_a_cache_is_refused_by_the_check() -> None:
     config = transformers.RwkvConfig(architectures=["RwkvForCausalLM"])
     with pytest.raises(ConfigError, match="RwkvForCausalLM takes no DynamicCache"):
