@@ -196,8 +196,10 @@ def _resolve_model(model_name: str, output_dir: Path) -> str:
             raise ConfigError(f"{model_name}: this stage made no model")
         return model_path if "://" in model_path else str(stage_path / model_path)
     is_run_folder = any((each / "pipeline.toml").is_file() for each in candidate_paths)
-    # A name that is no run folder may be the id of a run only if it has the form of one, which is digits only.
-    if not is_run_folder and (not model_name.isdecimal() or os.path.isdir(model_name)):
+    # A name that is no run folder may be that of a run only if it has the form of an id, which is digits only, or if it
+    # is a path inside the folder of runs.
+    is_run_name = model_name.isdecimal() or (output_dir in Path(model_name).parents and not os.path.exists(model_name))
+    if not is_run_folder and (not is_run_name or os.path.isdir(model_name)):
         return model_name
     run = read_run(find_run(model_name, output_dir))
     if run.model is None:

@@ -161,10 +161,13 @@ def _propose_for_text(options: CliOptions, method: TrainingMethod, hardware: Har
     completion_tokens = (1024 if hardware.num_gpus else 256) * has_completions
     context_length = getattr(text_config, "max_position_embeddings", None) or 1 << 20
     max_length = min(context_length, 64 * ceil((max_row_length * 1.1 + completion_tokens) / 64))
+    completion_tokens = min(completion_tokens, max_length // 2)
     reason = f"the longest of the first {len(sampled_rows):,} rows has {max_row_length:,} tokens"
-    yield ("policy.model_max_length", max_length, reason + f", a completion {completion_tokens:,}" * has_completions)
+    reason += f", a completion {completion_tokens:,}" * has_completions
+    reason += f"; the model takes {context_length:,}" * (max_length == context_length)
+    yield "policy.model_max_length", max_length, reason
     if has_completions:
-        yield ("rollout.max_response_length", min(completion_tokens, max_length // 2), "raise it for longer reasoning")
+        yield "rollout.max_response_length", completion_tokens, "raise it for longer reasoning"
         reward_setting = options.reward_names if options.reward_names[1:] else options.reward
         yield "train.train_policy.reward_function", reward_setting, "--reward"
     with torch.device("meta"):

@@ -78,6 +78,8 @@ def test_a_file_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_number_is_the_id_of_a_run_and_never_a_model_of_the_hub(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run '20200101000000'"):
         cli_train._resolve_model("20200101000000", tmp_path)
+    with pytest.raises(ConfigError, match=f"^no run '{tmp_path}/nope' in {tmp_path}"):
+        cli_train._resolve_model(f"{tmp_path}/nope", tmp_path)
     assert cli_train._resolve_model("org/model", tmp_path) == "org/model"
 
 

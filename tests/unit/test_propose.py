@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,11 @@ def test_all_gpus_have_the_same_number_of_completions_of_a_step(tmp_path: Path, 
     found = settings(asked_of("grpo", tmp_path, model), Hardware(80 << 30, num_gpus))
     batch, micro_batch = found["train.train_batch_per_replica"], found["train.train_policy.mini_batch"]
     assert batch % (num_gpus * micro_batch) == batch % found["rollout.n_generation"] == 0
+
+
+def test_the_reason_of_a_length_says_what_the_model_takes(tmp_path: Path, model: str) -> None:
+    found = {key: f"{value}: {reason}" for key, value, reason in propose(asked_of("grpo", tmp_path, model), CPU)}
+    assert re.fullmatch(r"256: .* tokens, a completion 128; the model takes 256", found["policy.model_max_length"])
 
 
 def asked_of(method: str, folder: Path, model: str) -> CliOptions:
