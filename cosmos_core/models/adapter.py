@@ -35,6 +35,7 @@ _UNCHECKED_LORA_SETTINGS = {
     "ensure_weight_tying", "runtime_config", "fan_in_fan_out",
 }  # fmt: skip
 _WEIGHTS_FILE_NAMES = ("adapter_model.safetensors", "model.safetensors", "pytorch_lora_weights.safetensors")
+_LORA_DOWN_SUFFIX = ".lora_A.weight"
 _INITS_CHANGING_BASE_WEIGHTS = ("pissa", "olora", "corda", "loftq")
 
 
@@ -142,12 +143,18 @@ def _find_weights_file(adapter_folder: Path) -> Path:
 
 def _read_settings(adapter_folder: Path) -> dict[str, Any]:
     """Return the settings in `adapter_config.json` or, if it is missing, those that diffusers wrote to the metadata of
-    the weights, each with the name of the pipeline's component before its name."""
+    the weights, each with the name of the pipeline's component before its name. An older diffusers wrote no settings;
+    their values are then the rank of the weights and, as in `load_lora_weights`, this rank as alpha."""
     settings_file, weights_file = adapter_folder / "adapter_config.json", _find_weights_file(adapter_folder)
     if not settings_file.exists() and weights_file.exists():
         with safe_open(weights_file, "pt") as weights:
             if settings_json := (weights.metadata() or {}).get("lora_adapter_metadata"):
                 return {name.partition(".")[2]: value for name, value in json.loads(settings_json).items()}
+            down_names = [name for name in weights.keys() if name.endswith(_LORA_DOWN_SUFFIX)]  # noqa: SIM118
+            ranks = {weights.get_slice(name).get_shape()[0] for name in down_names}
+        if weights_file.name == _WEIGHTS_FILE_NAMES[-1] and len(ranks) == 1:
+            modules = [name.partition(".")[2].removesuffix(_LORA_DOWN_SUFFIX) for name in down_names]
+            return {"peft_type": "LORA", "r": min(ranks), "lora_alpha": min(ranks), "target_modules": modules}
     saved_settings: dict[str, Any] = peft.PeftConfig.from_json_file(str(settings_file))
     return saved_settings
 

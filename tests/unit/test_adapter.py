@@ -124,6 +124,21 @@ def test_an_adapter_of_a_diffusion_model_is_gone_on_with_from_its_own_export(tmp
         add_adapter(family.load_denoiser(torch.float32), LoraConfig(lora_path=str(folder)), family.lora_targets)
 
 
+def test_an_adapter_that_an_older_diffusers_saved_has_its_rank_as_alpha(tmp_path: Path) -> None:
+    family = opened(tiny_pipelines.save("sd3", tmp_path / "sd3"))
+    first, found, loaded = (family.load_denoiser(torch.float32) for _ in range(3))
+    targets = ["attn.to_q", "attn.to_out.0"]
+    first.add_adapter(peft.LoraConfig(r=4, lora_alpha=4, target_modules=targets, init_lora_weights=False))
+    tensors = peft.get_peft_model_state_dict(first)
+    family.folder.pipeline_class.save_lora_weights(tmp_path, transformer_lora_layers=tensors)
+    add_adapter(found, LoraConfig(lora_path=str(tmp_path)), family.lora_targets)
+    again = peft.get_peft_model_state_dict(found)
+    assert again.keys() == tensors.keys() and all(torch.equal(again[key], tensors[key]) for key in tensors)
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    loaded.load_lora_adapter(load_file(file), prefix="transformer", adapter_name="default")
+    assert get_lora_scales(found) == get_lora_scales(loaded)
+
+
 def test_a_saved_adapter_on_a_tied_head_is_refused(tmp_path: Path) -> None:
     tied = save_tiny_model(tmp_path / "tied")
     theirs(tied, {"target_modules": ["q_proj", "lm_head"]}).save_pretrained(tmp_path / "lora")
