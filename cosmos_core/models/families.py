@@ -15,7 +15,7 @@ from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.model_files import MODEL_RECIPE_KEY
 from cosmos_core.models.pipeline_folder import PipelineFolder
-from cosmos_core.registry import import_user_code, suggest_names
+from cosmos_core.registry import import_user_code
 
 
 def open_pipeline(model: str, policy_config: PolicyConfig, device: torch.device | str = "cpu") -> DiffusionModel:
@@ -37,10 +37,9 @@ def find_family_class(folder: PipelineFolder, model_class: str | None = None) ->
         return cls
     module_by_pipeline_class = find_pipeline_modules()
     if folder.class_name not in module_by_pipeline_class:
-        suggestion = suggest_names(folder.class_name, list(module_by_pipeline_class))
         raise ModelError(
-            f"{MODEL_RECIPE_KEY} = {folder.model!r}: {folder.class_name} is of no family here{suggestion}; write "
-            f"one of your own and name it in policy.model_class"
+            f"{MODEL_RECIPE_KEY} = {folder.model!r}: {folder.class_name} is of no family here, which are those of "
+            f"{', '.join(sorted(module_by_pipeline_class))}; write one of your own and name it in policy.model_class"
         )
     return importlib.import_module(f"cosmos_core.models.{module_by_pipeline_class[folder.class_name]}").FAMILY
 
