@@ -150,7 +150,7 @@ def test_a_pipeline_that_is_none_or_of_no_family_is_one_line(tmp_path: Path) -> 
     with pytest.raises(ModelError, match=r"has no model_index\.json that names a pipeline"):
         PipelineFolder(str(tmp_path))
     (tmp_path / MODEL_INDEX_FILE).write_text(json.dumps({"_class_name": "WanPipeline"}))
-    with pytest.raises(ModelError, match="WanPipeline is of no family here, which are those of Cosmos.*, Stable.*; w"):
+    with pytest.raises(ModelError, match=r"WanPipeline is of no family here, which are those of Cosmos.*, Stable.*; w"):
         opened(tmp_path)
     (tmp_path / MODEL_INDEX_FILE).write_text(json.dumps({"_class_name": "SanaPipeline", "vae": ["os", "path"]}))
     with pytest.raises(ModelError, match=r"wants os.path for 'vae', which is not installed"):
