@@ -29,8 +29,9 @@ def make_run_table(output_dir: Path, max_runs: int) -> Table:
         run = read_run(output_dir / start_info.run_id)
         num_done_stages = sum(stage.status in FINISHED_STATES for stage in run.stages)
         total_seconds = sum(stage.seconds or 0.0 for stage in run.stages)
-        stage_metrics = (formatting.select_table_metrics(stage.metrics) for stage in reversed(run.stages))
-        last_metrics = next(filter(None, stage_metrics), dict[str, float]())
+        # The size of an export, its only metric, says nothing about what was trained.
+        stage_metrics = (stage.metrics for stage in reversed(run.stages) if list(stage.metrics) != ["export/bytes"])
+        last_metrics = next(filter(None, map(formatting.select_table_metrics, stage_metrics)), dict[str, float]())
         metrics_text = ", ".join(f"{name} {_format_metric(value)}" for name, value in last_metrics.items())
         table.add_row(
             start_info.run_id, run.name, formatting.format_timestamp(start_info.started),

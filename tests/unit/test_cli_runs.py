@@ -23,7 +23,9 @@ from cosmos_core.observe.runs import _compare_stage_metrics, is_run_inactive, ma
 from cosmos_core.run import directory
 from cosmos_core.run.directory import claim_run, create_run
 from cosmos_core.run.files import write_json
+from cosmos_core.run.manifest import commit_manifest
 from cosmos_core.run.state import read_state, update_state
+from cosmos_core.types import Outcome
 from tasks.kinds import all_kinds
 from tasks.stage import run_stage
 from tests.conftest import PROGRAMS
@@ -90,6 +92,20 @@ def test_runs_lists_them_once_the_newest_last(outputs: Path, monkeypatch: pytest
     assert all("1/1" in line for line in lines) and "count 4" in lines[1]
     assert sorted(path.name for path in paths) == ["one", "two"]
     assert " one " not in said("runs", "--output-dir", str(outputs), "--most", "1")
+
+
+def test_runs_shows_what_was_measured_and_not_the_size_of_the_export(tmp_path: Path) -> None:
+    stages = "".join(
+        f'[[pipeline.stages]]\nname = "{name}"\nkind = "custom"\nentry = "{PROGRAMS}/counting.py:count"\n'
+        for name in "ab"
+    )
+    (tmp_path / "p.toml").write_text(f'[pipeline]\nname = "p"\noutput_dir = "{tmp_path}/outputs"\n{stages}')
+    run = create_run(load_pipeline(tmp_path / "p.toml", (), all_kinds()), run_id="one")
+    for name, metrics in {"a": {"validation/loss": 0.5}, "b": {"export/bytes": 7.0}}.items():
+        run.stage_path(name).mkdir(parents=True)
+        commit_manifest(run.stage_path(name), Outcome(metrics=metrics), kind="custom", fingerprint="f", inputs={})
+    [row] = make_run_table(run.path.parent, 1).columns[-1].cells
+    assert row == "held-out loss 0.5"
 
 
 def test_a_name_in_brackets_is_shown_as_it_is(tmp_path: Path) -> None:
