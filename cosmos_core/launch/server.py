@@ -234,7 +234,7 @@ class _ServerProcess:
             if time.monotonic() >= next_disk_check_time:
                 next_disk_check_time = time.monotonic() + _DISK_CHECK_INTERVAL_SECONDS
                 if (disk_error := find_disk_error(self._log_path.parent)) and not is_disk_full:
-                    logger.warning("the Prefect server cannot write: %s", disk_error)
+                    logger.warning("the Prefect server cannot write, the run waits for minutes: %s", disk_error)
                 is_disk_full = disk_error is not None
             assert self._child is not None
             if self._child.poll() is None:
