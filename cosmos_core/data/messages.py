@@ -387,5 +387,7 @@ def add_system_turn(turns: list[Message], system_prompt: str) -> list[Message]:
 
 def describe_columns(row: Row) -> str:
     """Return the escaped names of a row's columns for an error message, with "(null)" after columns without a value."""
-    column_descriptions = [repr(name)[1:-1][:40] + " (null)" * (value is None) for name, value in row.items()]
+    column_descriptions = [
+        (repr(name)[1:-1][:40] or "(unnamed)") + " (null)" * (value is None) for name, value in row.items()
+    ]
     return ", ".join(column_descriptions[:20]) + ", ..." * (len(column_descriptions) > 20) or "(none)"

@@ -41,12 +41,16 @@ def render(
 
     Raise DataError if the template leaves out the text of a user turn, RefusedRow if it refuses the conversation, or
     leaves out its system turn or a tool call, and ModelError if there is no chat template."""
-    if not (template_kwargs.get("chat_template") or renderer.chat_template):
+    template, lack = template_kwargs.get("chat_template") or renderer.chat_template, "no chat template"
+    if isinstance(template, dict):  # of several templates, transformers takes `default`, or `tool_use` with tools
+        lack = f"no chat template named 'default', only {', '.join(sorted(template))}"
+        template = template.get("default") or (tools is not None and template.get("tool_use"))
+    if not template:
         name = "the processor"
         if not isinstance(renderer, ProcessorMixin):
             name = f"the tokenizer of {renderer.name_or_path!r}"
         raise ModelError(
-            f"{name} has no chat template; set policy.chat_template to a Jinja file, 'plain' or 'chatml', start "
+            f"{name} has {lack}; set policy.chat_template to a Jinja file, 'plain' or 'chatml', start "
             "from an instruct model, or give plain text: a column `text`, or `prompt` and `completion`"
         )
     render_arguments: Any = {"add_generation_prompt": add_generation_prompt, "tools": tools}

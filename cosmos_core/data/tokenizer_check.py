@@ -18,6 +18,8 @@ def find_lost_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> 
     for full_text in texts:
         # Drop lone surrogates, which tokenizers refuse.
         compared_row_text = full_text[:_MAX_COMPARED_CHARACTERS].encode(errors="ignore").decode()
+        # Text can contain the token itself: the unknown token of GPT-2 and SmolLM2 is <|endoftext|>.
+        compared_row_text = compared_row_text.replace(tokenizer.unk_token or "\0", "")
         token_ids = tokenizer.encode(compared_row_text, add_special_tokens=False)
         known_token_ids = [token_id for token_id in token_ids if token_id != tokenizer.unk_token_id]
         character_counts = _count_characters(compared_row_text)

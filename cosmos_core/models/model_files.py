@@ -25,6 +25,9 @@ from cosmos_core.transient import is_machine_error, is_network_error
 MODEL_RECIPE_KEY = "policy.model_name_or_path"
 """Recipe key that names the model to train; it is part of error messages."""
 
+_UNREAD_WEIGHT_SUFFIXES = (".gguf", ".h5", ".msgpack", ".pth", ".safetensors")
+"""Suffixes of weight files that a folder can have in other formats, or under other names, than those that are read."""
+
 
 def model_error(model: str, problem: str) -> ModelError:
     """Return the error for `problem`, a text about the model that `policy.model_name_or_path` names."""
@@ -113,7 +116,10 @@ def _find_local_files(folder: Path, model: str) -> list[Path]:
         if os.path.lexists(folder / index_file):
             return _list_weight_files_in_index(folder / index_file, model)
     problem = f"the folder has no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}"
-    raise model_error(model, f"cannot load the weights: {problem}; copy them again")
+    remedy = "copy them again"
+    if other_files := sorted(file.name for file in folder.iterdir() if file.suffix in _UNREAD_WEIGHT_SUFFIXES):
+        remedy = f"it has {', '.join(other_files[:3])}, which is not read: copy what is missing, or save as safetensors"
+    raise model_error(model, f"cannot load the weights: {problem}; {remedy}")
 
 
 def _list_weight_files_in_index(index_file: Path, model: str) -> list[Path]:

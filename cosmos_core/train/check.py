@@ -333,7 +333,8 @@ def _describe_rows(statistics_by_split: dict[str, Any], max_length: int, unread_
         if num_unmasked := split_counts.get("plain_rows"):
             summary += f", {num_unmasked:,} rows of plain text in which no token is masked"
         if unused_columns := split_counts.get("unread_columns"):
-            summary += f", columns that {unread_columns_clause}: {', '.join(unused_columns[:_MAX_COLUMNS])}"
+            listed_columns = [name or "(unnamed)" for name in unused_columns[:_MAX_COLUMNS]]
+            summary += f", columns that {unread_columns_clause}: {', '.join(listed_columns)}"
             summary += f" and {len(unused_columns) - _MAX_COLUMNS} more" if len(unused_columns) > _MAX_COLUMNS else ""
         report_lines.append(summary)
     return report_lines

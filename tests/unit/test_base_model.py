@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,15 @@ def test_prompt_and_completion_are_plain_text_whose_prompt_is_masked(tmp_path: P
 def test_turns_name_the_remedies(tmp_path: Path, model: Path, row: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=r"has no chat template; set policy\.chat_template to a Jinja file"):
         run(make_stage(tmp_path / "s", model, sft(rows(tmp_path / "a.jsonl", row))))
+
+
+def test_templates_without_a_default_name_the_remedies(tmp_path: Path, model: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "named"))
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = {"rag": "{{ messages[0].content }}", "tool_use": "{{ messages[0].content }}"}
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"no chat template named 'default', only rag, tool_use; set policy\.chat_t"):
+        run(make_stage(tmp_path / "s", folder, sft(rows(tmp_path / "a.jsonl", {"messages": [ASKED, ANSWERED]}))))
 
 
 def test_a_template_that_a_recipe_names_renders_rows_and_prompts(tmp_path: Path, model: Path) -> None:

@@ -161,10 +161,11 @@ def test_a_column_that_is_named_and_missing_is_told_by_the_first_look_and_by_pre
 def test_a_check_names_the_columns_that_nothing_reads_and_rows_of_plain_text(tmp_path):
     recipe = tiny_model(tmp_path, conversation_column_name="Frage")
     (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "train.csv").write_text(FRAGEN)
+    numbered = "".join(f",{line}\n" for line in FRAGEN.splitlines())  # as pandas writes its index
+    (tmp_path / "rows" / "train.csv").write_text(numbered.replace("\n,", "\n7,"))
     found = check.run(make_stage(tmp_path / "s", tmp_path / "model", recipe)).info["found"]
     assert "100% of them learned, 2 rows of plain text in which no token is masked" in found
-    assert "columns that nothing reads: Antwort, Quelle" in found
+    assert "columns that nothing reads: (unnamed), Antwort, Quelle" in found
     line = '{"messages": [{"role": "user", "content": "q"}], "prompt": "p", "answer": "a"}\n'
     (tmp_path / "rows" / "train.csv").unlink()
     (tmp_path / "rows" / "train.jsonl").write_text(line * 2)

@@ -61,6 +61,10 @@ def test_lost_text_is_told(tokenizer: PreTrainedTokenizerFast, message: str, is_
     assert re.search(message, notice) and loses_much is is_much
 
 
+def test_the_name_of_the_unknown_token_in_a_text_is_not_lost() -> None:
+    assert find_lost_text(words("one", "two"), ["one <unk> two"]) == ("", False)
+
+
 def test_letters_of_a_special_token_stand_for_no_lost_ones() -> None:
     tokenizer = words("a", "bos")
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("bos $A", special_tokens=[("bos", 2)])

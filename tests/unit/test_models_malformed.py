@@ -137,6 +137,9 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "a link to nothing": (replaced(lambda file: file.symlink_to("nowhere")), r"model\.safetensors is no file"),
     "a folder of weights": (replaced(lambda file: file.mkdir()), r"model\.safetensors is no file"),
     "no weights": (replaced(lambda file: None), r"cannot load the weights: the folder has no model\.safetensors"),
+    "weights of another format": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "model-Q4.gguf"), "it has model-Q4.gguf, which is"
+    ),
     "a file cut off": (
         lambda folder: os.truncate(folder / "model.safetensors", 1000), r"model\.safetensors is damaged .*; copy it"
     ),
