@@ -1,5 +1,6 @@
 """Generate `docs/configuration.md` from the schema; a test fails if the file differs from the generated page."""
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from importlib.resources import files
@@ -18,6 +19,8 @@ def render_config_reference(stage_kinds: Mapping[str, StageKind]) -> str:
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     jinja_environment.filters["cell"] = lambda cell_text: cell_text.replace("|", "\\|").replace("\n", " ")
+    # Headings are linked by their letters and digits, in lower case, as GitHub and mkdocs do.
+    jinja_environment.filters["anchor"] = lambda heading: re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
     template = jinja_environment.from_string(files("cosmos_core.config").joinpath("reference.md.j2").read_text("utf-8"))
     status = partial(_describe_status, stage_kinds=stage_kinds)
     return template.render(tables=_group_keys_by_table(), moved=RENAMED_KEYS, dead=INEFFECTIVE_KEYS, status=status)
