@@ -39,9 +39,9 @@ _WARNING_FILTER_VARIABLES = {"TORCH_LOGS": "-torch.utils._pytree"}
 """Environment variables that silence repeated warnings of torch about enumerations that torchao registers twice."""
 
 NOISY_LOGGERS = frozenset({
-    "PIL", "accelerate", "asyncio", "datasets", "filelock", "fsspec", "httpcore", "httpx", "huggingface_hub",
-    "matplotlib", "numexpr", "prefect", "ray", "tensorboard", "torch", "transformers", "urllib3", "uvicorn",
-    "wandb",
+    "PIL", "accelerate", "asyncio", "datasets", "filelock", "fsspec", "httpcore", "httpcore2", "httpx", "httpx2",
+    "huggingface_hub", "matplotlib", "numexpr", "openai", "prefect", "ray", "tensorboard", "torch", "transformers",
+    "urllib3", "uvicorn", "wandb",
 })  # fmt: skip
 """Names of top-level loggers whose records are shown only from level WARNING."""
 _ERROR_ONLY_LOGGERS = frozenset({"torchao", "vllm"})

@@ -42,7 +42,15 @@ def test_noisy_libraries_are_heard_from_warning_on_even_when_they_reset_their_le
 ) -> None:
     stream = io.StringIO()
     configure_logging("DEBUG", stream)
-    for name in ("httpx", "prefect.flow_runs", "vllm.engine", "transformers.trainer", "matplotlib.font_manager"):
+    for name in (
+        "httpx",
+        "httpx2",
+        "openai._base_client",
+        "prefect.flow_runs",
+        "vllm.engine",
+        "transformers.trainer",
+        "matplotlib.font_manager",
+    ):
         logger = logging.getLogger(name)
         # Another test may have imported the library, which then keeps its lines to itself.
         monkeypatch.setattr(logging.getLogger(name.partition(".")[0]), "propagate", True)
@@ -51,7 +59,7 @@ def test_noisy_libraries_are_heard_from_warning_on_even_when_they_reset_their_le
         logger.info("noise from %s", name)
         logger.error("trouble in %s", name)
         logger.setLevel(before)
-    assert "noise" not in stream.getvalue() and stream.getvalue().count("trouble in") == 5
+    assert "noise" not in stream.getvalue() and stream.getvalue().count("trouble in") == 7
 
 
 def test_configuring_twice_does_not_say_things_twice() -> None:
