@@ -167,6 +167,8 @@ class _Handler(BaseHTTPRequestHandler):
         codes = {400: "ExpiredToken", 403: "InvalidAccessKeyId", 501: "NotImplemented", 503: "SlowDown"}
         code = codes.get(status, "InternalError")
         content = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+        if status == 501 and self.command == "GET":
+            content = b""  # as a gateway that lists no parts may respond
         self.send_response(status)
         self.send_header("Content-Type", "application/xml")
         self.send_header("Content-Length", str(len(content)))

@@ -148,8 +148,8 @@ class FileTransfer:
                 stored_parts = [part for page in part_list_pages for part in page.get("Parts", ())]
                 return upload_id, {part["PartNumber"]: part["ETag"].strip('"') for part in stored_parts}
             except ClientError as error:
-                # A failing store may still have the parts, unless it cannot list parts at all.
-                if is_transient(error) and error.response["Error"].get("Code") != "NotImplemented":
+                # A failing store may still have the parts, unless it cannot list parts at all (501).
+                if is_transient(error) and error.response["ResponseMetadata"].get("HTTPStatusCode") != 501:
                     raise
         upload_id = str(s3.create_multipart_upload(**object_arguments, Metadata={"sha256": sha256})["UploadId"])
         self.journal.append_line(upload=upload_id, key=key)
