@@ -73,7 +73,9 @@ def make_item(json_object: Any, location: str, content: MediaContent | None, emb
         return make_error_item(location, 'it must be an object such as {"prompt": "..."}; name a file of rows itself')
     # The prompt is the first non-empty text of `PROMPT_KEYS`, or the first text if all are empty.
     if not (present_prompt_keys := [name for name in PROMPT_KEYS if isinstance(json_object.get(name), str)]):
-        return make_error_item(location, f"it has no text {', '.join(PROMPT_KEYS)}")
+        other_values = [f"{name} is {json_object[name]}" for name in PROMPT_KEYS if json_object.get(name) is not None]
+        remedy = f", but its {other_values[0][:60]}; write one string, or a row for each" if other_values else ""
+        return make_error_item(location, f"it has no text {', '.join(PROMPT_KEYS)}{remedy}")
     prompt_key = next((name for name in present_prompt_keys if json_object[name].strip()), present_prompt_keys[0])
     metadata = {name: field_value for name, field_value in json_object.items() if name != prompt_key}
     return MediaItem(location, json_object[prompt_key].strip(), metadata, content, embedding_path)
