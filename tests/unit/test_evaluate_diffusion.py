@@ -178,7 +178,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_prompt_set_that_cannot_be_read_is_refused(sd3: Path, tmp_path: Path) -> None:
     stage = evaluation(tmp_path, sd3)
     empty = "counts.jsonl: file holds no rows; evaluate.prompts needs at least one"
-    several = r"it has no text prompt, caption, text, but its caption is \['a', 'b'\]; write one string, or a row for each"
+    several = r"caption, text, but its caption is \['a', 'b'\]; write one string, or a row for each"
     for content, message in (("\n\n", empty), ('{"caption": ["a", "b"]}\n', several)):
         (tmp_path / "counts.jsonl").write_text(content)
         with pytest.raises(DataError, match=message):
