@@ -94,6 +94,18 @@ def find_published_item_folders(
             yield file.parent
 
 
+def find_measured_item_folders(folder: Path, metrics: Mapping[str, float]) -> Iterator[Path]:
+    """Yield the stage directories with the items of the evaluations that measured `metrics`: `folder` itself or, if the
+    stage in `folder` forwards metrics (`select`, or a gate), those of its inputs that have no other metrics."""
+    if (folder / ITEMS_FILE).is_file():
+        yield folder
+    elif result := read_result(folder):
+        for name in result["inputs"]:
+            input_result = read_result(folder.parent / name)
+            if input_result is not None and input_result["metrics"].items() <= metrics.items():
+                yield from find_measured_item_folders(folder.parent / name, input_result["metrics"])
+
+
 def compute_detectable_effect(metric: str, value: float, folder: Path, confidence: float) -> tuple[int, float] | None:
     """Return the number of items of the evaluation in `folder`, and the smallest difference to another model that these
     items detect in 80 of 100 cases. Both models count as independent; models that agree on most items show smaller

@@ -1,5 +1,6 @@
 """Stage kind `gate`: stop the run unless metrics are good enough compared with a number or the published model."""
 
+import itertools
 import math
 from contextlib import suppress
 from dataclasses import replace
@@ -14,6 +15,7 @@ from cosmos_core.run.paired_items import (
     compare_items,
     compute_sample_size,
     correct_p_values,
+    find_measured_item_folders,
     find_published_item_folders,
 )
 from cosmos_core.run.stage import CONDITIONS_FILE, Stage
@@ -155,8 +157,10 @@ def _compare_paired_items(
     for a perplexity, for example, the items are log-likelihoods."""
     stage_path = next(result.get("path") for result in stage.inputs.values() if result["metrics"] is measured_metrics)
     published_value = record["metrics"][name]
-    for published_folder in find_published_item_folders(record, name, [Path(stage_path or "-").name]):
-        if stage_path and (paired_differences := compare_items(name, Path(stage_path), published_folder)):
+    measured_folders = [*find_measured_item_folders(Path(stage_path or "-"), measured_metrics)]
+    published_folders = find_published_item_folders(record, name, [folder.name for folder in measured_folders])
+    for published_folder, measured_folder in itertools.product(published_folders, measured_folders):
+        if paired_differences := compare_items(name, measured_folder, published_folder):
             # The condition is negated, so that a difference of NaN counts as equal.
             is_mean_of_items = not abs(paired_differences.mean - (measured_metrics[name] - published_value)) > 1e-6
             return paired_differences if is_mean_of_items else None

@@ -120,6 +120,23 @@ def test_a_gate_compares_the_items_of_both_models(tmp_path: Path) -> None:
         gate.run(stage)
 
 
+def test_a_gate_after_another_or_after_a_choice_compares_the_items_of_what_it_forwards(tmp_path: Path) -> None:
+    old = [float(i % 2) for i in range(100)]
+    better, alike = [1.0 if i < 12 else score for i, score in enumerate(old)], old
+    stage = confident_gate(tmp_path, "evaluation/a/acc > published", evaluation(tmp_path, "old", old))
+    publish_items(tmp_path)
+    stages = tmp_path / "new" / "stages"
+    results = {name: write_evaluation(stages / name, scores) for name, scores in (("s-0", alike), ("s-1", better))}
+    for name, inputs in (("select", results), ("first-gate", {"select": results["s-1"]})):
+        forwarded = Outcome(metrics=results["s-1"]["metrics"])
+        (stages / name).mkdir()
+        result = commit_manifest(stages / name, forwarded, kind="gate", fingerprint="f" * 64, inputs=inputs)
+        stage.inputs = {name: {**result, "path": str(stages / name)}}
+        [entry] = gate.run(stage).info["conditions"]  # type: ignore[union-attr, misc]
+        paired: Any = entry["paired"]  # type: ignore[call-overload, index]
+        assert (paired["better"], paired["worse"], paired["items"]) == (6, 0, 100)
+
+
 def test_a_gate_compares_with_the_items_of_the_published_model_and_not_of_another_with_as_many_right(
     tmp_path: Path,
 ) -> None:
