@@ -86,6 +86,7 @@ class MediaCache:
         if path.is_file() and path.stat().st_size == record.get("size") and sha256(path) == record.get("sha256"):
             return True
         logger.warning("%s is damaged; its rows are encoded again", path)
+        # Keep the file, which the next encoding replaces: another process may have replaced it before its new record.
         self._get_record_path(shard_key).unlink(missing_ok=True)
         return False
 
