@@ -15,7 +15,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from cosmos_core.models.hf import load_config
 from cosmos_core.models.verify_export import select_auto_class
-from cosmos_core.rollout.vllm import check_heads, import_vllm, set_environment
+from cosmos_core.rollout.vllm import HUGGING_FACE_FORMAT, check_heads, import_vllm, set_environment
 from cosmos_core.rollout.vllm_process import restore_process_state
 from cosmos_core.run.stage import Stage
 
@@ -88,7 +88,7 @@ def _open_vllm_model(stage: Stage) -> Any:
                 gpu_memory_utilization=rollout_config.gpu_memory_utilization,
                 enforce_eager=rollout_config.enforce_eager or not torch.cuda.is_available(),
                 batch_size=config.batch_size or _DEFAULT_VLLM_BATCH_SIZE,
-                seed=_LM_EVAL_SEED if config.seed is None else config.seed,
+                seed=_LM_EVAL_SEED if config.seed is None else config.seed, **HUGGING_FACE_FORMAT,
             )  # fmt: skip
         except ValueError as error:
             error_text = " ".join(str(error).split())[:400]

@@ -59,6 +59,8 @@ _WEIGHTS_TAG, _KV_CACHE_TAG = "weights", "kv_cache"
 _COMMON_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 256)
 """Head sizes that vLLM's CPU attention supports. For other sizes, vLLM is imported and queried, which takes seconds."""
 _CPU_MAX_BATCHED_TOKENS = 4096
+HUGGING_FACE_FORMAT = {"config_format": "hf", "load_format": "hf", "tokenizer_mode": "hf"}
+"""Arguments with which vLLM reads what is trained, and not Mistral's files beside it (params.json, consolidated*)."""
 
 
 class VllmEngine:
@@ -354,6 +356,7 @@ def _make_llm_arguments(settings: EngineSettings) -> dict[str, Any]:
         "skip_tokenizer_init": not getattr(settings.model.config, "sub_configs", None),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        **HUGGING_FACE_FORMAT,
     }
     if vllm_ranks.has_child_ranks(settings):
         llm_arguments["distributed_executor_backend"] = "mp"

@@ -103,6 +103,8 @@ def test_ranks_that_see_one_gpu_each_reduce_by_nccl_alone(
         dtype=torch.bfloat16, max_model_len=64, vision=None,
     )  # fmt: skip
     found = vllm._make_llm_arguments(settings)
+    # By default vLLM prefers what Mistral ships beside config.json: params.json, consolidated.safetensors, tekken.json.
+    assert found["config_format"] == found["load_format"] == found["tokenizer_mode"] == "hf"
     assert found["skip_tokenizer_init"] is True
     assert mesh.is_single_rank() is is_separate
     assert found["distributed_executor_backend"] == ("mp" if is_separate else "external_launcher")
@@ -227,6 +229,7 @@ def test_vllm_knows_the_arguments_and_variables_that_we_set() -> None:
         "tokenizer_revision", "disable_log_stats", "use_tqdm_on_load", "max_num_seqs", "quantization",
         "gpu_memory_utilization", "enable_sleep_mode", "enable_chunked_prefill", "max_num_batched_tokens",
         "disable_custom_all_reduce", "enable_lora", "max_loras", "max_lora_rank", "mm_processor_kwargs",
+        *vllm.HUGGING_FACE_FORMAT,
     }  # fmt: skip
     known = source("envs.py")
     ours = {**vllm._VLLM_ENVIRONMENT, **vllm._VLLM_CPU_ENVIRONMENT, **vllm._SINGLE_GPU_RANK_ENVIRONMENT}
