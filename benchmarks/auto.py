@@ -74,7 +74,7 @@ class Case:
         }
         train = TrainConfig.model_validate({**values, "train_policy": {"type": kind, "mini_batch": "auto"}})
         model = Qwen3ForCausalLM(
-            Qwen3Config(
+            Qwen3Config(  # type: ignore[call-arg]
                 vocab_size=self.vocabulary, hidden_size=self.hidden, intermediate_size=3 * self.hidden,
                 num_hidden_layers=self.layers, num_attention_heads=self.hidden // 32, head_dim=32,
                 num_key_value_heads=self.hidden // 64, max_position_embeddings=2048, attn_implementation="sdpa",
@@ -82,7 +82,8 @@ class Case:
         )  # fmt: skip
         workspace = Workspace(folder)
         trainer = Trainer(CausalLM(model, train, InputProcessing(0)), train, workspace.progress)
-        algorithm: Any = (Grpo if self.prompt else Sft)(train.train_policy)
+        make_algorithm: Any = Grpo if self.prompt else Sft
+        algorithm = make_algorithm(train.train_policy)
         algorithm.has_separate_gradients = True
         return SpeedTuning(trainer, SampleFeed(), algorithm, train, workspace)
 

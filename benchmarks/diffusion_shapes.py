@@ -29,7 +29,7 @@ def sd35_medium(layers: int = 24) -> nn.Module:
     """Return the transformer of Stable Diffusion 3.5 medium."""
     import diffusers
 
-    return diffusers.SD3Transformer2DModel(  # type: ignore[no-any-return]
+    return diffusers.SD3Transformer2DModel(  # type: ignore[no-any-return, return-value]
         sample_size=128, patch_size=2, in_channels=16, out_channels=16, num_layers=layers, attention_head_dim=64,
         num_attention_heads=24, joint_attention_dim=4096, caption_projection_dim=1536, pooled_projection_dim=2048,
         pos_embed_max_size=384, qk_norm="rms_norm", dual_attention_layers=tuple(range(min(13, layers))),
@@ -40,7 +40,7 @@ def sana(layers: int = 20) -> nn.Module:
     """Return the transformer of SANA with 1.6 billion weights."""
     import diffusers
 
-    return diffusers.SanaTransformer2DModel(num_layers=layers)  # type: ignore[no-any-return]
+    return diffusers.SanaTransformer2DModel(num_layers=layers)  # type: ignore[no-any-return, return-value]
 
 
 SHAPES = {
@@ -98,7 +98,7 @@ def _encoders() -> dict[str, Any]:
 
     def clip(width: int, layers: int, heads: int) -> Any:
         return CLIPTextModelWithProjection(
-            CLIPTextConfig(
+            CLIPTextConfig(  # type: ignore[call-arg]
                 hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=heads,
                 projection_dim=width, attn_implementation="sdpa",
             )

@@ -151,7 +151,7 @@ def _batches(options: argparse.Namespace, num_rows: int, length: int) -> Iterato
 
 
 def _prepared(options: argparse.Namespace, device: torch.device, how: str) -> PreTrainedModel:
-    model = _model(options).to(device)
+    model = _model(options).to(device)  # type: ignore[arg-type]
     recompute_activations(model, RECOMPUTED[how])
     if options.lora:
         from cosmos_core.models.lora import add_adapter

@@ -201,7 +201,8 @@ def _trl(options: argparse.Namespace) -> dict[str, float]:
     )  # fmt: skip
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32),
-        reward_funcs=reward, args=settings, callbacks=[Clock()],
+        reward_funcs=reward,  # type: ignore[arg-type]
+        args=settings, callbacks=[Clock()],
         train_dataset=load_dataset("json", data_files=f"{options.folder}/rows.jsonl", split="train"),
         processing_class=AutoTokenizer.from_pretrained(options.folder),
     )  # fmt: skip

@@ -37,7 +37,7 @@ def main() -> None:
         num_hidden_layers=options.layers, num_attention_heads=max(1, options.hidden // 64), num_key_value_heads=1,
         head_dim=64, tie_word_embeddings=True,
     )  # fmt: skip
-    model: Qwen3ForCausalLM = Qwen3ForCausalLM(config).to(DEVICE)
+    model: Qwen3ForCausalLM = Qwen3ForCausalLM(config).to(DEVICE)  # type: ignore[arg-type]
     ids_1T = torch.randint(options.vocabulary, (1, options.tokens + 1), device=DEVICE)
     per_token_N = torch.randn(options.tokens, device=DEVICE) / options.tokens
     variants: dict[tuple[str, str], Callable[[], None]] = {}

@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ class CopyEngine:
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Copy every tensor."""
         with _counting():
-            for name, tensor in self._receiver.tensors(buckets):
+            for name, tensor in chain.from_iterable(self._receiver.buckets(buckets)):
                 self.own[name].copy_(tensor)
         return self._receiver.acknowledge(version)
 
@@ -335,7 +336,7 @@ def _measured(way: Callable[[], object], rounds: int) -> dict[str, list[float]]:
     with _counting():
         metrics = way()
     _Copies.is_on = False
-    sent = metrics.get("sync/sent_bytes", metrics.get("sync/bytes", 0.0)) if isinstance(metrics, dict) else 0.0
+    sent: Any = metrics.get("sync/sent_bytes", metrics.get("sync/bytes", 0.0)) if isinstance(metrics, dict) else 0.0
     return {"seconds": seconds, "work": work, "bytes": most, "sent": [sent], "copied": [float(_Copies.num_bytes)]}
 
 
