@@ -265,7 +265,7 @@ def _check_overrides(recipe_text: str, overrides: Sequence[str]) -> None:
 def _propose_settings(cli_args: dict[str, str], overrides: Sequence[str] = ()) -> list[_Setting]:
     """Return the settings that are proposed for the user's model and rows. A subprocess reads the model and the rows,
     because only the subprocess can import torch. The overrides can select the subset, split and revision of the
-    rows."""
+    rows, and the class of a diffusion model."""
     from cosmos_core.config.compat.translate import find_parent_table
     from cosmos_core.config.override import parse_override, recipe_overrides
     from cosmos_core.config.schema.dataset import data_suffix
@@ -275,12 +275,14 @@ def _propose_settings(cli_args: dict[str, str], overrides: Sequence[str] = ()) -
     dataset_table, _ = find_parent_table(nested_overrides, f"{_DATASET_KEY}.name")
     row_selection = {key: value for key, value in dataset_table.items() if key in _ROW_SELECTION_KEYS}
     custom_settings, _ = find_parent_table(nested_overrides, "custom.KEY")
+    policy_table, _ = find_parent_table(nested_overrides, "policy.model_class")
     # Expand `~`, because no shell does so in the input of `cosmos init` or in `--model=~/model`.
     input_paths = {name: os.path.expanduser(cli_args.get(name, "")) for name in ("model", "data")}
     if not (data := input_paths["data"]).startswith("s3://") and data_suffix(data) and not os.path.exists(data):
         raise ConfigError(f"--data {data!r}: it does not exist in {os.getcwd()!r}; give a file, a folder or a Hub id")
     local_input_paths = {name: download_url(path, Path("outputs")) for name, path in input_paths.items()}
-    arguments = json.dumps(dict(cli_args, **local_input_paths, rows=row_selection, custom=custom_settings), default=str)
+    set_tables = {"rows": row_selection, "custom": custom_settings, "model_class": policy_table.get("model_class")}
+    arguments = json.dumps({**cli_args, **local_input_paths, **set_tables}, default=str)
     propose_command = [*make_python_command(), "-m", "cosmos_core.train.propose", arguments]
     completed_process = subprocess.run(propose_command, capture_output=True, text=True, check=False)
     if completed_process.returncode == EXIT_USAGE:

@@ -78,6 +78,8 @@ class CliOptions(NamedTuple):
     """Keys of the data set that select its rows, from `--set`: `subset`, `split` and `revision`."""
     custom: dict[str, Any] = {}
     """Table `[custom]` from `--set`, with the folder and the sizes of images."""
+    model_class: str | None = None
+    """Setting `policy.model_class` from `--set`."""
 
     @property
     def dataset(self) -> DatasetConfig:
@@ -310,7 +312,7 @@ def _propose_for_images(options: CliOptions, method: TrainingMethod, hardware: H
     num_weights, max_media_per_pass = 10**10, 4  # assumed size of a model on the Hub, which is not downloaded
     if Path(options.model).is_dir():
         pipeline_folder = PipelineFolder(options.model)
-        pipeline = find_family_class(pipeline_folder)(pipeline_folder, DiffusersConfig())
+        pipeline = find_family_class(pipeline_folder, options.model_class)(pipeline_folder, DiffusersConfig())
         with torch.device("meta"):
             denoiser = pipeline_folder.build_component(pipeline.denoiser_name)
             num_weights = sum(weight.numel() for weight in denoiser.parameters())
@@ -324,7 +326,8 @@ def _propose_for_images(options: CliOptions, method: TrainingMethod, hardware: H
             yield "policy.diffusers.inference_size", frame_size, "what the pipeline draws by default"
             max_media_per_pass = 1  # one clip at a time: it has the activations of many images
         # A denoiser also attends to the padding after a prompt, so training pads as the pipeline does.
-        max_prompt_length = pipeline_call_parameters["max_sequence_length"].default
+        prompt_parameter = pipeline_call_parameters.get("max_sequence_length")
+        max_prompt_length = prompt_parameter.default if prompt_parameter else DiffusersConfig().max_prompt_length
         if (tokenizer_limit := _read_max_prompt_tokens(pipeline_folder.path)) < max_prompt_length:
             yield "policy.diffusers.max_prompt_length", tokenizer_limit, "tokens that the tokenizer takes"
         elif max_prompt_length != DiffusersConfig().max_prompt_length:

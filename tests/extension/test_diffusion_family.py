@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
+from cosmos_core.cli_train import _propose_settings
 from cosmos_core.data import prepare
 from cosmos_core.models.check_model import check_model
 from cosmos_core.train.setup import run
@@ -83,6 +84,12 @@ def test_it_passes_the_checks_of_a_new_model(name: str, model_class: str, reques
 def test_without_a_class_the_remedy_is_named(flux: Path) -> None:
     [check] = check_model(str(flux))
     assert "FluxPipeline is of no family here" in check.message and "policy.model_class" in check.message
+
+
+def test_a_recipe_is_proposed_for_the_class_that_set_names(unet: Path, tmp_path: Path) -> None:
+    given = {"method": "diffusion-sft", "model": str(unet), "data": str(write_media(tmp_path / "m", is_video=False))}
+    proposed = {key: value for key, value, _ in _propose_settings(given, [f"policy.model_class={UNET}"])}
+    assert proposed["policy.diffusers.inference_size"] == [16, 16] and "policy.is_diffusers" in proposed
 
 
 @pytest.mark.parametrize(
