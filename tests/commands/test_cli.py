@@ -16,7 +16,6 @@ from cosmos_core.cli import app
 from cosmos_core.launch import worker
 from cosmos_core.observe.console import ProgressDisplay
 from cosmos_core.run.directory import Run
-from cosmos_core.run.process import identify_process
 from cosmos_core.run.state import update_state
 from cosmos_core.session import _keep_display_updated, _print_failures, derive_exit_code
 from tests.command_line import InProcess
@@ -370,18 +369,6 @@ def test_what_is_asked_to_stop_says_that_it_saves(tmp_path: Path) -> None:
         worker.stop_all()
         wait_until(lambda: "stopping, saving a checkpoint: at most 5 s\n" in out.getvalue(), 5, "a word about it")
     assert out.getvalue().count("stopping") == 1
-
-
-def test_a_stage_that_is_retried_is_not_shown_as_failed(tmp_path: Path) -> None:
-    run, out = counting_run(tmp_path), io.StringIO()
-    first, second = map(run.stage_path, ("first", "second"))
-    update_state(first, **identify_process(), attempt=1, failures=1, state="failed", error="crashed (signal 9)")
-    update_state(second, **identify_process(), attempt=2, failures=9, state="failed", error="crashed")
-    with ProgressDisplay([], stream=out) as display, _keep_display_updated(lambda: run, display):
-        wait_until(lambda: "second" in out.getvalue(), 5, "the state of the second stage")
-        update_state(first, state="running")
-    lines = ["first  attempt 1 failed: crashed (signal 9)", "first  retrying", "second  failed", "first   running"]
-    assert out.getvalue().splitlines() == lines
 
 
 def test_a_run_goes_on_without_a_reader_of_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

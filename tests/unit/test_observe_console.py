@@ -5,12 +5,18 @@ from __future__ import annotations
 import io
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from cosmos_core.observe import formatting
 from cosmos_core.observe.console import ProgressDisplay, draw_sparkline
+from cosmos_core.run.process import identify_process
 from cosmos_core.run.progress import ProgressRecord
+from cosmos_core.run.state import update_state
+from cosmos_core.session import _keep_display_updated
+from tests.conftest import wait_until
+from tests.unit.run_folder import counting_run
 
 
 class Clock:
@@ -253,3 +259,15 @@ def test_each_warning_of_a_stage_is_printed_once(clock: Clock, out: io.StringIO,
         display.update("rl", "done", position.model_copy(update={"warnings": [*position.warnings, "the disk is slow"]}))
     assert out.getvalue().count("rl       warning: 12 of 24 rewards are invalid\n") == 1
     assert out.getvalue().count("rl       warning: the disk is slow\n") == 1
+
+
+def test_a_stage_that_is_retried_is_not_shown_as_failed(tmp_path: Path, out: io.StringIO) -> None:
+    run = counting_run(tmp_path)
+    first, second = map(run.stage_path, ("first", "second"))
+    update_state(first, **identify_process(), attempt=1, failures=1, state="failed", error="crashed (signal 9)")
+    update_state(second, **identify_process(), attempt=2, failures=9, state="failed", error="crashed")
+    with ProgressDisplay([], stream=out) as display, _keep_display_updated(lambda: run, display):
+        wait_until(lambda: "second" in out.getvalue(), 5, "the state of the second stage")
+        update_state(first, state="running")
+    lines = ["first  attempt 1 failed: crashed (signal 9)", "first  retrying", "second  failed", "first   running"]
+    assert out.getvalue().splitlines() == lines
