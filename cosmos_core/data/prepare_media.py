@@ -95,8 +95,10 @@ def _preview_split(stage: Stage, encoders: Encoders, split_name: str, split: Med
         row_details += f", clips of {frame_rate_text} frames a second"
         row_details += ", which are learned frame by frame" if len(clip_fps) > 1 else ""
     row_details += f", {len(skip_reasons):,} left out (first: {skip_reasons[0]})" if skip_reasons else ""
-    rows = split.kept_rows[:2]
-    prompts = [{"text": row.prompt, "reference": "", "metadata": json.loads(row.metadata)} for row in rows]
+    prompts = [
+        {"location": row.location, "text": row.prompt, "reference": "", "metadata": json.loads(row.metadata)}
+        for row in split.kept_rows[:_MAX_LISTED_ROWS]
+    ]
     return f"{split_name}: {num_usable_rows:,} rows{row_details}", num_usable_rows, list(prompts)
 
 

@@ -62,6 +62,7 @@ from cosmos_core.train.optim import check_module_paths
 from cosmos_core.train.rollout_feed import make_group_filter
 from cosmos_core.types import JsonValue, Outcome, StageKind
 
+_NUM_MEDIA_PROMPTS = 2  # number of prompts of each split for which images or videos are made up to check rewards
 _MAX_EXAMPLE_ROWS = 5  # maximum number of rows that the report shows as examples
 _MAX_COLUMNS = 20  # maximum number of unused dataset columns that the report lists by name
 
@@ -232,10 +233,11 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
     if stage.kind.makes == "data":
         previews_by_split = importlib.import_module("cosmos_core.data.prepare_media").preview(stage)
         report_lines += [line for line, *_ in previews_by_split.values()]
-        prompts: JsonValue = {name: split_prompts for name, (*_, split_prompts) in previews_by_split.items()}
+        prompts = {name: split_prompts[:_NUM_MEDIA_PROMPTS] for name, (*_, split_prompts) in previews_by_split.items()}
+        shown_rows: list[JsonValue] = [f"{row['location']}: {row['text']!r}" for row in previews_by_split["train"][2]]
         num_rows, train_config, group_size = previews_by_split["train"][1], stage.recipe.train, stage.recipe.group_size
         row_errors = _check_row_counts(train_config, group_size, num_rows, previews_by_split, report_lines)
-        return row_errors | {"found": "; ".join(report_lines), "prompts": prompts}
+        return row_errors | {"found": "; ".join(report_lines), "prompts": prompts, "shown": shown_rows}
     if stage.kind.has_mesh and policy_config.parallelism.cp_size > 1:
         pipeline.check_context_parallel_size(policy_config.parallelism.cp_size)
     if stage.kind.trains_model:

@@ -64,7 +64,7 @@ def test_a_video_model_learns_the_clip_that_a_list_of_media_names_and_not_where_
 def test_a_look_refuses_what_preparing_would_refuse_and_says_how_many_rows_are_left(tmp_path, runs):
     source = write_pairs(tmp_path / "pairs", 4)
     said, count, prompts = preview(make_stage(stage_path(runs), source), fake_source())["train"]
-    assert (said, count) == ("train: 4 rows", 4) and [each["text"] for each in prompts] == ["number 0", "number 1"]
+    assert (said, count) == ("train: 4 rows", 4) and [each["text"][-1] for each in prompts] == [*"0123"]
     (source / "0001.png").write_bytes(png()[:40])
     with pytest.raises(DataError, match=r"0001\.json: it cannot be decoded.*; 1 of 4 rows of train cannot be used"):
         preview(make_stage(stage_path(runs), source), fake_source())
@@ -148,6 +148,14 @@ def test_a_size_beyond_the_position_embeddings_is_refused_by_the_first_stage(tmp
     for program in (run_stage, preview):
         with pytest.raises(ConfigError, match=r"inference_size = \[512, 64\]: the model has position embeddings"):
             program(stage)
+
+
+def test_the_first_rows_can_be_shown_with_their_prompts(tmp_path, runs):
+    stage = make_stage(stage_path(runs), write_pairs(tmp_path / "pairs", 7), diffusers={"inference_size": [64, 64]})
+    stage.model = str(tiny_pipelines.save("sana", tmp_path / "model"))
+    found = check._check_diffusion(stage)
+    assert found["shown"] == [f"000{i}.json: 'number {i}'" for i in range(5)]
+    assert [each["text"] for each in found["prompts"]["train"]] == ["number 0", "number 1"]
 
 
 @pytest.mark.parametrize("name", ["sd3", "sana", "cosmos_predict"])
