@@ -74,7 +74,7 @@ def check_model(
         str, typer.Option("--class", help="Class of your own model family, path/file.py:Class.")
     ] = "",
 ) -> None:
-    """Check a diffusion model before training. They cover family, noise, text, latents, predictions and adapter."""
+    """Check a diffusion model before training. Family, noise, text, latents, predictions and adapter are checked."""
     import subprocess
 
     check_command = [*make_python_command(), "-m", "cosmos_core.models.check_model", model]
