@@ -271,11 +271,10 @@ def _keep_display_updated(get_current_run: Callable[[], Run | None], display: Pr
             for stage in run.pipeline.stages:
                 path = run.stage_path(stage.name)
                 status = (state := read_state(path)).status
-                if has_failed_attempt(run, stage.name, state):
-                    status = "retrying"
-                    if (failed_attempt := (stage.name, state.attempt)) not in shown_failures:
-                        shown_failures.add(failed_attempt)
-                        display.print_message(f"{stage.name}  attempt {state.attempt} failed: {state.error}")
+                status = "retrying" if has_failed_attempt(run, stage.name, state) else status
+                if status == "retrying" and (failed_attempt := (stage.name, state.attempt)) not in shown_failures:
+                    shown_failures.add(failed_attempt)
+                    display.print_message(f"{stage.name}  attempt {state.attempt} failed: {state.error}")
                 display.update(stage.name, status, read_progress(path))
         except BrokenPipeError:  # the reader of the output has ended, as in `cosmos run | head`; let the run go on
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

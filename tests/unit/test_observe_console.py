@@ -267,7 +267,10 @@ def test_a_stage_that_is_retried_is_not_shown_as_failed(tmp_path: Path, out: io.
     update_state(first, **identify_process(), attempt=1, failures=1, state="failed", error="crashed (signal 9)")
     update_state(second, **identify_process(), attempt=2, failures=9, state="failed", error="crashed")
     with ProgressDisplay([], stream=out) as display, _keep_display_updated(lambda: run, display):
-        wait_until(lambda: "second" in out.getvalue(), 5, "the state of the second stage")
-        update_state(first, state="running")
+        wait_until(lambda: "second" in out.getvalue(), 60, "the state of the second stage")
+        update_state(first, state="running", attempt=2)
+        wait_until(lambda: "first   running" in out.getvalue(), 60, "the second attempt")
+        update_state(first, state="retrying", error="crashed again")  # the state before was not seen
     lines = ["first  attempt 1 failed: crashed (signal 9)", "first  retrying", "second  failed", "first   running"]
+    lines += ["first  attempt 2 failed: crashed again", "first   retrying"]
     assert out.getvalue().splitlines() == lines
