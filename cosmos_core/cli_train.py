@@ -265,7 +265,7 @@ def _check_overrides(recipe_text: str, overrides: Sequence[str]) -> None:
 def _propose_settings(cli_args: dict[str, str], overrides: Sequence[str] = ()) -> list[_Setting]:
     """Return the settings that are proposed for the user's model and rows. A subprocess reads the model and the rows,
     because only the subprocess can import torch. The overrides can select the subset, split and revision of the
-    rows, and the class of a diffusion model."""
+    rows, the class of a diffusion model, and the rank of an adapter."""
     from cosmos_core.config.compat.translate import find_parent_table
     from cosmos_core.config.override import parse_override, recipe_overrides
     from cosmos_core.config.schema.dataset import data_suffix
@@ -282,6 +282,8 @@ def _propose_settings(cli_args: dict[str, str], overrides: Sequence[str] = ()) -
         raise ConfigError(f"--data {data!r}: it does not exist in {os.getcwd()!r}; give a file, a folder or a Hub id")
     local_input_paths = {name: download_url(path, Path("outputs")) for name, path in input_paths.items()}
     set_tables = {"rows": row_selection, "custom": custom_settings, "model_class": policy_table.get("model_class")}
+    if isinstance(lora_table := policy_table.get("lora"), dict):
+        set_tables["lora_rank"] = rank if isinstance(rank := lora_table.get("r"), int) else 16
     arguments = json.dumps({**cli_args, **local_input_paths, **set_tables}, default=str)
     propose_command = [*make_python_command(), "-m", "cosmos_core.train.propose", arguments]
     completed_process = subprocess.run(propose_command, capture_output=True, text=True, check=False)

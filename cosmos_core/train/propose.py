@@ -80,6 +80,8 @@ class CliOptions(NamedTuple):
     """Table `[custom]` from `--set`, with the folder and the sizes of images."""
     model_class: str | None = None
     """Setting `policy.model_class` from `--set`."""
+    lora_rank: int = 0
+    """Rank of the adapter where `--set` has a key of `policy.lora`, otherwise 0."""
 
     @property
     def dataset(self) -> DatasetConfig:
@@ -175,7 +177,7 @@ def _propose_for_text(options: CliOptions, method: TrainingMethod, hardware: Har
     with torch.device("meta"):
         model = model_without_weights(options.model, dtype=torch.float32)
     num_weights = sum(weight.numel() for weight in model.parameters())
-    yield from _propose_by_model_size(method, num_weights, hardware)
+    yield from _propose_by_model_size(method, num_weights, hardware, options.lora_rank)
     # Bytes of activations per token with recomputation: the inputs of all layers, and the intermediates of one layer.
     activation_bytes_per_token = (text_config.num_hidden_layers + 40) * text_config.hidden_size * 4
     free_bytes = hardware.memory * 0.9 - min(num_weights * _BYTES_PER_WEIGHT, int(hardware.memory * _STATE_FRACTION))
@@ -250,16 +252,20 @@ def _find_max_row_length(tokenizer: Any, record_spec: RecordSpec, sampled_rows: 
     return max_length
 
 
-def _propose_by_model_size(method: TrainingMethod, num_weights: int, hardware: Hardware) -> Iterator[ProposedSetting]:
+def _propose_by_model_size(
+    method: TrainingMethod, num_weights: int, hardware: Hardware, lora_rank: int
+) -> Iterator[ProposedSetting]:
     """Yield the settings that depend on memory and model size: adapter, learning rate, dtype, sharding."""
     if not hardware.num_gpus:
         yield "train.param_dtype", "float32", "no GPU here; a CPU is seldom faster in bfloat16"
     size_text = f"{num_weights / 1e9:.2f} billion" if num_weights >= 1e9 else f"{num_weights / 1e6:.3g} million"
     is_full_tuning = num_weights * _BYTES_PER_WEIGHT / max(1, hardware.num_gpus) <= hardware.memory * _STATE_FRACTION
+    is_full_tuning = is_full_tuning and not lora_rank
     if not is_full_tuning:
         lora_reason = f"{size_text} weights x {_BYTES_PER_WEIGHT} bytes do not fit {hardware.memory_text}: an adapter"
-        yield "policy.lora.r", 16, lora_reason
-        yield "policy.lora.lora_alpha", 32.0, "twice the rank"
+        lora_reason = "an adapter, as --set policy.lora says" if lora_rank else lora_reason
+        yield "policy.lora.r", lora_rank or 16, lora_reason
+        yield "policy.lora.lora_alpha", 2.0 * (lora_rank or 16), "twice the rank"
     lr_index = bisect((1e8, 1e9), num_weights) if is_full_tuning else 3  # index 3: learning rate of adapters
     trained_weights_text = "all weights" if is_full_tuning else "an adapter"
     yield "train.optm_lr", method.learning_rates[lr_index], f"{trained_weights_text} of a model of {size_text} weights"
@@ -332,7 +338,7 @@ def _propose_for_images(options: CliOptions, method: TrainingMethod, hardware: H
             yield "policy.diffusers.max_prompt_length", tokenizer_limit, "tokens that the tokenizer takes"
         elif max_prompt_length != DiffusersConfig().max_prompt_length:
             yield "policy.diffusers.max_prompt_length", max_prompt_length, "what the pipeline reads by default"
-    yield from _propose_by_model_size(method, num_weights, hardware)
+    yield from _propose_by_model_size(method, num_weights, hardware, options.lora_rank)
     batch_size = min(16, 2 ** max(0, int(log2(max(1, num_media // 8)))))
     yield "train.train_batch_per_replica", batch_size, f"images of an optimizer step; there are {media_text}"
     yield "train.train_policy.mini_batch", min(batch_size, max_media_per_pass), "images or clips of one pass"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -169,6 +171,19 @@ def test_a_home_folder_that_no_shell_has_expanded_is_found(tmp_path: Path, monke
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cli_train._resolve_model("~/model", Path("outputs")) == f"{tmp_path}/model"
     assert cli_train._make_recipe_path({"method": "sft", "model": "m"}, "~/x.toml") == tmp_path / "x.toml"
+
+
+def test_the_rank_of_an_adapter_that_set_names_reaches_the_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(
+            command, 0, json.dumps([["rank", json.loads(command[-1]).get("lora_rank"), ""]])
+        )
+
+    monkeypatch.setattr(cli_train.subprocess, "run", run)
+    asked = {"method": "sft", "model": "m", "data": "hub/rows"}
+    found = {each: cli_train._propose_settings(asked, [each])[0][1] for each in ("policy.lora.r=8", "policy.lora={}")}
+    assert found == {"policy.lora.r=8": 8, "policy.lora={}": 16}
+    assert cli_train._propose_settings(asked, ["train.epoch=2"])[0][1] is None
 
 
 def test_a_look_that_crashes_says_its_error_in_one_line() -> None:

@@ -90,14 +90,15 @@ def test_columns_that_could_be_several_things_are_named_and_asked_for(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("here", "has_adapter", "rate"),
-    [(CPU, False, 1e-3), (Hardware(1 << 20, 0), True, 1e-4), (Hardware(80 << 30, 8), False, 1e-3)],
+    ("here", "asked", "rank"),
+    [(CPU, 0, None), (Hardware(1 << 20, 0), 0, 16), (Hardware(80 << 30, 8), 0, None), (CPU, 8, 8)],
 )
-def test_an_adapter_is_trained_where_all_weights_do_not_fit(
-    tmp_path: Path, model: str, here: Hardware, has_adapter: bool, rate: float
+def test_an_adapter_is_trained_where_all_weights_do_not_fit_or_set_asks_for_one(
+    tmp_path: Path, model: str, here: Hardware, asked: int, rank: int | None
 ) -> None:
-    found = settings(CliOptions("sft", model, write_csv(tmp_path / "rows.csv", ["nr", "prompt", "completion"])), here)
-    assert ("policy.lora.r" in found, found["train.optm_lr"]) == (has_adapter, rate)
+    data = write_csv(tmp_path / "rows.csv", ["nr", "prompt", "completion"])
+    found = settings(CliOptions("sft", model, data, lora_rank=asked), here)
+    assert (found.get("policy.lora.r"), found["train.optm_lr"]) == (rank, 1e-4 if rank else 1e-3)
     assert "train.train_policy.prompt_column_name" not in found, "the names are known"
     assert found.get("policy.parallelism.dp_shard_size") == (-1 if here.num_gpus else None)
     assert found.get("train.param_dtype") == (None if here.num_gpus else "float32")
