@@ -91,9 +91,9 @@ def run(stage: Stage) -> Outcome:
         if lost_text_message := preparation_outcome.info.get("loses_text"):
             raise DataError(str(lost_text_message))
         split_statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
-        reward_weights = metric_weights(stage.recipe.train.train_policy)
-        unread_columns_clause = "only rewards can read" if reward_weights else "nothing reads"
-        report_lines += _describe_rows(split_statistics, stage.recipe.policy.model_max_length, unread_columns_clause)
+        train_rewards, held_out_rewards = metric_weights(stage.recipe.train.train_policy), stage.recipe.held_out_rewards
+        scored_splits = ("train",) * bool(train_rewards) + ("validation",) * bool(held_out_rewards)
+        report_lines += _describe_rows(split_statistics, stage.recipe.policy.model_max_length, scored_splits)
         report_lines += cast(list[str], preparation_outcome.info.get("notices", []))
         splits = stage.recipe.completed_splits
         report_lines += filter(None, [check_rows(config, stage.path / "data", make_model, completed_splits=splits)])
@@ -320,7 +320,7 @@ def _check_tools(
     return [report_line]
 
 
-def _describe_rows(statistics_by_split: dict[str, Any], max_length: int, unread_columns_clause: str) -> list[str]:
+def _describe_rows(statistics_by_split: dict[str, Any], max_length: int, scored_splits: tuple[str, ...]) -> list[str]:
     report_lines = []
     for name, split_counts in statistics_by_split.items():
         summary = f"{name}: {split_counts['rows']:,} rows, {split_counts['tokens']:,} tokens"
@@ -335,8 +335,9 @@ def _describe_rows(statistics_by_split: dict[str, Any], max_length: int, unread_
         if num_unmasked := split_counts.get("plain_rows"):
             summary += f", {num_unmasked:,} rows of plain text in which no token is masked"
         if unused_columns := split_counts.get("unread_columns"):
-            listed_columns = [name or "(unnamed)" for name in unused_columns[:_MAX_COLUMNS]]
-            summary += f", columns that {unread_columns_clause}: {', '.join(listed_columns)}"
+            listed_columns = [column or "(unnamed)" for column in unused_columns[:_MAX_COLUMNS]]
+            reader_clause = "only rewards can read" if name in scored_splits else "nothing reads"
+            summary += f", columns that {reader_clause}: {', '.join(listed_columns)}"
             summary += f" and {len(unused_columns) - _MAX_COLUMNS} more" if len(unused_columns) > _MAX_COLUMNS else ""
         report_lines.append(summary)
     return report_lines

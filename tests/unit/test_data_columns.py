@@ -174,6 +174,21 @@ def test_a_check_names_the_columns_that_nothing_reads_and_rows_of_plain_text(tmp
     assert "columns that only rewards can read: messages" in found
 
 
+@pytest.mark.parametrize(
+    "policy", [{"is_rl": True, "bypass_reward": True, "reward_function": "exact_match"}, {"is_rl": False}]
+)
+def test_a_check_knows_that_the_rewards_of_validation_read_columns(tmp_path, policy):
+    recipe = tiny_model(tmp_path, **policy)
+    for name in ("rows", "held-out"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text('{"prompt": "p", "answer": "a", "level": 1}\n' * 2)
+    rewards = {} if policy["is_rl"] else {"reward_function": "exact_match"}
+    recipe["validation"] = {"enable": True, "dataset": {"name": str(tmp_path / "held-out")}, **rewards}
+    found = check.run(make_stage(tmp_path / "s", tmp_path / "model", recipe)).info["found"]
+    assert "columns that nothing reads: level; validation" in found
+    assert "columns that only rewards can read: level" in found
+
+
 def test_a_test_size_leaves_the_reading_of_rows_to_a_data_packer(tmp_path, model):
     (tmp_path / "packer.py").write_text(
         "class Packer:\n    def sft_process_sample(self, row):\n"
