@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
-from cosmos_core.models.hf import load_config
+from cosmos_core.models.hf import load_config, load_tokenizer
 from cosmos_core.models.verify_export import select_auto_class
 from cosmos_core.rollout.vllm import HUGGING_FACE_FORMAT, check_heads, import_vllm, set_environment
 from cosmos_core.rollout.vllm_process import restore_process_state
@@ -66,7 +66,7 @@ def _open_hf_model(stage: Stage) -> Any:
     if auto_class is not AutoModelForCausalLM:  # set the class of a vision-language model: HFLM alone does not load it
         model_class = type(HFLM.__name__, (HFLM,), {"AUTO_MODEL_CLASS": auto_class})
     return model_class(
-        pretrained=stage.model, revision=revision or "main",
+        pretrained=stage.model, tokenizer=load_tokenizer(stage.model, revision), revision=revision or "main",
         device="cuda" if torch.cuda.is_available() else "cpu", batch_size=evaluate_config.batch_size or 1,
         max_length=evaluate_config.max_length,
     )  # fmt: skip

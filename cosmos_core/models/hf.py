@@ -57,8 +57,9 @@ def load_tokenizer(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         read_json(Path(model_source, name), model)
     with translate_load_errors("tokenizer", model):
+        # With mistral_common installed and a tekken.json, transformers would return a tokenizer without chat template.
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(model_source), trust_remote_code=False, **load_options
+            str(model_source), trust_remote_code=False, mistral_format=False, **load_options
         )
     if not isinstance(tokenizer.model_max_length, int | float):
         problem = f"tokenizer_config.json has model_max_length = {tokenizer.model_max_length!r}"

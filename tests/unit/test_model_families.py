@@ -257,6 +257,17 @@ def test_an_export_has_the_names_of_the_checkpoint_that_it_came_from(name: str, 
     assert all(torch.equal(exported[key], hub[key]) for key in hub)
 
 
+def test_a_tekken_file_beside_the_tokenizer_changes_no_token(tmp_path: Path) -> None:
+    # transformers takes it first if mistral_common is there, which comes with vLLM.
+    folder = save_family("mistral", tmp_path)
+    before = load_tokenizer(str(folder))
+    (folder / "tekken.json").write_text("{}")
+    found = load_tokenizer(str(folder))
+    assert (
+        type(found) is type(before) and found("<|im_start|> hi")["input_ids"] == before("<|im_start|> hi")["input_ids"]
+    )
+
+
 def test_packing_leaves_the_vision_tower_alone(tmp_path: Path) -> None:
     model = load(save_family("qwen2.5-vl", tmp_path))
     assert enable_packing(model) == ""
