@@ -57,7 +57,9 @@ def load_adapter_config(lora: LoraConfig, tied_module_names: Sequence[str] = ())
             }
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
-        raise ModelError(f"{error_prefix}: {' '.join(str(error).split())[:200]}") from error
+        # An exported model has its adapter in a sub-folder (`lora.ADAPTER_FOLDER`).
+        remedy = f"; its adapter is in {adapter_folder / 'lora'}" if (adapter_folder / "lora").is_dir() else ""
+        raise ModelError(f"{error_prefix}: {' '.join(str(error).split())[:200]}{remedy}") from error
     if not isinstance(saved_config, peft.LoraConfig):
         raise ModelError(f"{error_prefix}: a {saved_config.peft_type} adapter; only LoRA is trained here")
     default_peft_settings = peft.LoraConfig().to_dict()

@@ -111,6 +111,8 @@ def test_an_adapter_of_a_diffusion_model_is_gone_on_with_from_its_own_export(tmp
     add_adapter(first, LoraConfig.model_validate(settings), family.lora_targets)
     export_pipeline(family, first, tmp_path / "exported")
     folder = tmp_path / "exported/lora"
+    with pytest.raises(ModelError, match=r"adapter_config.json'; its adapter is in .*/exported/lora$"):
+        add_adapter(family.load_denoiser(torch.float32), LoraConfig(lora_path=str(folder.parent)), family.lora_targets)
     for file in ("model.safetensors", "pytorch_lora_weights.safetensors"):  # the second is what diffusers writes
         found = family.load_denoiser(torch.float32)
         if not (folder / file).exists():
