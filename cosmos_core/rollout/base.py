@@ -211,8 +211,10 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     configured_eos = getattr(model.generation_config, "eos_token_id", None)
     configured_eos_ids = configured_eos if isinstance(configured_eos, (list, tuple)) else [configured_eos]
     end_token_ids = {*configured_eos_ids, tokenizer.eos_token_id} - {None}
-    # Leave out negative ids: the configs of some published models have -1 for a missing token.
-    return sorted(token_id for token_id in end_token_ids if token_id >= 0)
+    # Leave out ids that vLLM refuses: the configs of some published models have -1 for a missing token, or the ids of a
+    # larger vocabulary.
+    vocab_size = getattr(model.config.get_text_config(), "vocab_size", None) or max(end_token_ids, default=0) + 1
+    return sorted(token_id for token_id in end_token_ids if 0 <= token_id < vocab_size)
 
 
 def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:

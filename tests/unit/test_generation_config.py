@@ -81,12 +81,12 @@ def test_what_transformers_refuses_to_load_is_left_out_by_name(
     assert read_stop_tokens(str(folder), None, tokenizer) == (tokenizer.eos_token_id,)
 
 
-def test_a_negative_number_is_no_token_that_ends_a_completion(folder: Path) -> None:
-    (folder / GENERATION_CONFIG_FILE).write_text(json.dumps({"eos_token_id": [-1, 257]}))
+def test_a_number_outside_the_vocabulary_is_no_token_that_ends_a_completion(folder: Path) -> None:
+    (folder / GENERATION_CONFIG_FILE).write_text(json.dumps({"eos_token_id": [-1, 257, 128009]}))
     tokenizer = load_tokenizer(str(folder))
-    assert read_stop_tokens(str(folder), None, tokenizer) == (tokenizer.eos_token_id, 257)
+    assert read_stop_tokens(str(folder), None, tokenizer) == (tokenizer.eos_token_id, 257, 128009)
     model = load_model(str(folder), dtype=torch.float32)
-    assert stop_token_ids(model, tokenizer) == [257, 258], "vLLM refuses a request with -1"
+    assert stop_token_ids(model, tokenizer) == [257, 258], "vLLM refuses a request with others"
 
 
 @pytest.mark.parametrize(("said", "written"), [({"eos_token_id": 256}, [256, 258]), ({}, [258]), (None, 258)])
