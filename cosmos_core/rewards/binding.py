@@ -52,10 +52,10 @@ _PROMPT_AND_COMPLETION_PARAMETERS = ("completions", "prompts", "solution_strs")
 """Names of parameters of reward functions that receive lists and never mean a column of the data row."""
 _LIST_PARAMETERS = {*_SINGULAR_NAME_BY_PLURAL, "completion_ids"}
 _UNAVAILABLE_PARAMETERS = {
-    **dict.fromkeys(("tokenizer", "config", "data_packer"), "rewards run in child processes without torch"),
     **dict.fromkeys(
-        ("trainer_state", "log_extra", "log_metric"), "return (number, {'name': number}) to report metrics"
+        ("tokenizer", "config", "data_packer", "trainer_state"), "rewards run in child processes without torch"
     ),
+    **dict.fromkeys(("log_extra", "log_metric"), "return (number, {'name': number}) to report metrics"),
     "environments": "completions of several turns are `turns`",
 }
 _NO_DEFAULT = inspect.Parameter.empty

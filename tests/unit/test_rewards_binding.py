@@ -149,7 +149,10 @@ def test_a_number_beyond_every_float_costs_one_score_and_numbers_of_numpy_are_me
         ("def f(prompt): return 1", "no parameter is the completion"),
         ("def f(): return 1", "takes nothing"),
         ("def f(completion, config): return 1", "wants 'config', which is not offered"),
-        ("def f(completions, trainer_state, **kwargs): return [1]", "wants 'trainer_state', which is not offered"),
+        (
+            "def f(completions, trainer_state, **kwargs): return [1]",
+            "'trainer_state', which is not offered: rewards run in",
+        ),
         ("class f:\n    def __init__(self, model): pass", "cannot be made: TypeError: .*'model'; name an object of it"),
         ("f = dict.fromkeys", "no parameter is the completion|has no signature"),
     ],
