@@ -82,18 +82,20 @@ def run_stages(run: Run, stage_names: Sequence[str], *, is_local: bool = False) 
     runs on its work pool."""
     remove_orphans()
     set_credentials(run.pipeline)
-    run_tags: list[str] = []
+    task_tags: list[str] = []
     with log_ui_errors():
         flow_run_name_suffixes = stage_names if len(stage_names) < len(run.pipeline.stages) else ()
         if len(flow_run_name_suffixes) > _MAX_NAMED_STAGES:
             flow_run_name_suffixes = stage_names[0], "to", stage_names[-1]
         run_tags = label_flow_run(run.pipeline.config.name, run.id, *flow_run_name_suffixes)
+        # The task of the parent flow run has the same tags: a concurrency limit on one would never let this task begin.
+        task_tags = [] if is_local and flow_run.parent_flow_run_id else run_tags
     if flow_run.id and not is_local:
         record_flow_run(run, flow_run.id)
     futures: dict[str, PrefectConcurrentFuture[Any]] = {}
     semaphores = make_branch_semaphores(run.pipeline)
     # Stop the stages in the main thread, because only it receives signals, while the tasks wait in other threads.
-    with cleanup_on_error(lambda: stop_stages(run, list(futures.values()))), tags(*run_tags):
+    with cleanup_on_error(lambda: stop_stages(run, list(futures.values()))), tags(*task_tags):
         terminate_on_signals(run)
         for name in stage_names:
             upstream_futures = {other: futures[other] for other in run.pipeline.stage(name).after if other in futures}

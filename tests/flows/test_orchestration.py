@@ -50,7 +50,8 @@ from cosmos_core.launch.worker_report import (
 from cosmos_core.observe import gallery
 from cosmos_core.run.directory import Run
 from cosmos_core.run.state import read_state
-from flows.post_train import post_train
+from flows.post_train import open_run_to_execute, post_train
+from flows.stage import stage
 from tasks.artifacts import StageArtifacts
 from tasks.final_states import REFUSED_STATE, make_failed_state
 from tasks.naming import get_user_name
@@ -188,6 +189,26 @@ def test_why_a_gate_refused_is_said_by_the_flow_run_and_what_it_stopped_is_named
     assert "| validation/prompts >= 1 | 100 | 1 | yes |" in shown["nightly-gate-card"]
     assert "| 0.4 | 0.6 | **no** |" in shown["nightly-run"] and "model.safetensors" not in shown["nightly-run"]
     assert "python" not in shown["nightly-run"], "a refused model is not offered"
+
+
+def test_a_stage_on_a_pool_needs_no_second_slot_of_a_tag_whose_slot_its_pipeline_holds(tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text(ONE_STAGE.replace("FOLDER", str(tmp_path)))
+    (tmp_path / "rows.jsonl").write_text("")
+    path, states = open_run_to_execute(str(tmp_path / "p.toml"), [], "Pool_1").path, []
+
+    @flow
+    def parent() -> None:
+        states.append(stage(str(path), "learn", return_state=True))
+
+    parent()
+    states.append(stage(str(path), "learn", return_state=True))
+    for state, tags in zip(states, (set(), {"cosmos-run:Pool_1", "cosmos-pipeline:nightly"}), strict=True):
+        with get_client(sync_client=True) as client:
+            flow_run = client.read_flow_run(state.state_details.flow_run_id)
+            assert set(task_runs(flow_run)) == {"learn"} and "cosmos-run:Pool_1" in flow_run.tags
+            this = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id]))
+            [task_run] = client.read_task_runs(flow_run_filter=this)
+        assert {tag for tag in task_run.tags if not tag.startswith("cosmos-user")} == tags
 
 
 @pytest.mark.parametrize("private", [False, True])
