@@ -105,7 +105,8 @@ def run_stages(run: Run, stage_names: Sequence[str], *, is_local: bool = False) 
         if was_flow_run_cancelled:
             get_run_logger().warning("the flow run was cancelled or suspended: its stages are asked to stop")
             stop_stages(run, list(futures.values()))
-    # Ask the server again: a stage may have noticed a cancellation first, and then only Cancelled is accepted.
+    # Ask the server again: a stage can have stopped for a cancellation before this flow noticed it, and the server
+    # accepts no other final state than Cancelled from a cancelled flow run.
     was_flow_run_cancelled = was_flow_run_cancelled or bool(is_cancelled(repeats_requests=True))
     final_state = derive_flow_state(run, futures, is_cancelled=was_flow_run_cancelled)
     if not is_local:

@@ -73,7 +73,7 @@ def enable_packing(
     if attention_name not in _PACKED_ATTENTION_NAMES:
         return f"attention is computed by {attention_name!r}"
     _set_attention_function(model, packed_attention_name := _PACKED_ATTENTION_NAMES[attention_name])
-    if text_config._attn_implementation != packed_attention_name:  # as for GPT-Neo, which has an attention of its own
+    if text_config._attn_implementation != packed_attention_name:  # GPT-Neo, for one, does not let it be replaced
         return "attention is computed by code of its family"
     if is_without_weight_data(model):
         return ""

@@ -351,8 +351,8 @@ def write_run_list(output_dir: Path) -> None:
     """Write `runs.json`, a list of all runs in a folder, the oldest run first."""
     with FileLock(output_dir / SHARED_FOLDER / "runs.lock") as lock:
         lock.acquire()
-        run_list_keys = {"run_id", "pipeline", "started"}
-        write_json(output_dir / RUNS_FILE, [info.model_dump(include=run_list_keys) for info in list_runs(output_dir)])
+        listed_fields = {"run_id", "pipeline", "started"}
+        write_json(output_dir / RUNS_FILE, [info.model_dump(include=listed_fields) for info in list_runs(output_dir)])
 
 
 def find_differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:

@@ -51,7 +51,8 @@ class PassRates:
         self._prompt_counts = {name: [*counts, *counts[1:2]][:5] for name, counts in state.items()}
 
     def _find_counts(self, prompt: Prompt) -> list[float]:
-        """Return the counts of a prompt. Those of an old checkpoint have the number of the row alone as their key."""
+        """Return the counts of a prompt's groups and rewards, or zeros. A checkpoint of an older version has them under
+        the number of the row, without the checksum of `_make_prompt_key`."""
         key, old_key = _make_prompt_key(prompt), str(prompt.id)
         return self._prompt_counts.get(key) or self._prompt_counts.get(old_key) or [0.0] * 5
 
