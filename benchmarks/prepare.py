@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -46,12 +47,19 @@ def main() -> None:
     for rows in options.rows:
         with tempfile.TemporaryDirectory() as folder:
             _write(Path(folder), rows)
-            began = time.monotonic()
+            began, worked = time.monotonic(), _child_seconds()
             peak, anonymous = _watch([sys.executable, "-c", PROGRAM, folder, options.kind, str(options.workers)])
-            seconds = time.monotonic() - began
+            seconds, work = time.monotonic() - began, _child_seconds() - worked
         console.print(
-            f"{rows:,} rows: peak {peak / 2**20:,.0f} MiB, anonymous {anonymous / 2**20:,.0f} MiB, {seconds:.1f} s"
+            f"{rows:,} rows: peak {peak / 2**20:,.0f} MiB, anonymous {anonymous / 2**20:,.0f} MiB, {seconds:.1f} s, "
+            f"{work:.1f} s of CPU, {rows / work:,.0f} rows per second of it"
         )
+
+
+def _child_seconds() -> float:
+    """Return the processor time of all programs that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _write(folder: Path, rows: int) -> None:

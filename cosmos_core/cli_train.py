@@ -281,11 +281,11 @@ def _propose_settings(cli_args: dict[str, str], overrides: Sequence[str] = ()) -
     if not (data := input_paths["data"]).startswith("s3://") and data_suffix(data) and not os.path.exists(data):
         raise ConfigError(f"--data {data!r}: it does not exist in {os.getcwd()!r}; give a file, a folder or a Hub id")
     local_input_paths = {name: download_url(path, Path("outputs")) for name, path in input_paths.items()}
-    model_class = policy_table.get("model_class")
-    set_tables: dict[str, Any] = dict({"rows": row_selection}, custom=custom_settings, model_class=model_class)
+    options: dict[str, Any] = dict(cli_args, **local_input_paths, rows=row_selection, custom=custom_settings)
+    options["model_class"] = policy_table.get("model_class")
     if isinstance(lora_table := policy_table.get("lora"), dict):
-        set_tables["lora_rank"] = rank if isinstance(rank := lora_table.get("r"), int) else 16
-    arguments = json.dumps({**cli_args, **local_input_paths, **set_tables}, default=str)
+        options["lora_rank"] = rank if isinstance(rank := lora_table.get("r"), int) else 16
+    arguments = json.dumps(options, default=str)
     propose_command = [*make_python_command(), "-m", "cosmos_core.train.propose", arguments]
     completed_process = subprocess.run(propose_command, capture_output=True, text=True, check=False)
     if completed_process.returncode == EXIT_USAGE:

@@ -270,8 +270,8 @@ def _keep_display_updated(get_current_run: Callable[[], Run | None], display: Pr
         try:
             for stage in run.pipeline.stages:
                 path = run.stage_path(stage.name)
-                status = (state := read_state(path)).status
-                status = "retrying" if has_failed_attempt(run, stage.name, state) else status
+                state = read_state(path)
+                status = "retrying" if has_failed_attempt(run, stage.name, state) else state.status
                 if status == "retrying" and (failed_attempt := (stage.name, state.attempt)) not in shown_failures:
                     shown_failures.add(failed_attempt)
                     display.print_message(f"{stage.name}  attempt {state.attempt} failed: {state.error}")

@@ -71,7 +71,7 @@ def load_processor(model: str, revision: str | None = None, pixel_limits: PixelL
         return None
     cls: Any = PROCESSOR_MAPPING.get(type(load_config(model, revision)), None)
     model_source, load_options = locate_model(model, revision)
-    load_options |= {"trust_remote_code": False, "mistral_format": False}  # the tokenizer of `load_tokenizer`
+    load_options |= {"trust_remote_code": False, "mistral_format": False}  # as in `load_tokenizer`
     with translate_load_errors("processor", model):
         if cls is not None and "video_processor" in cls.get_attributes() and not is_torchvision_available():
             processor = _load_processor_without_video(cls, str(model_source), load_options)
